@@ -1,0 +1,28 @@
+# Every target makes .venv and installs what it needs when that is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-quick lint clean
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: .venv/installed
+	$(BIN)/mergedarts demo
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+test-quick: .venv/installed
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,95 @@
+"""The model card of a repaired model: how it was made, what was measured, how to load it.
+
+Knows the contents of `darts_config.json` and Markdown; measures nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def model_card(config: dict[str, Any], name: str) -> str:
+    """Markdown text of the README.md in the folder of a repaired model."""
+    merged, added = config["merged"], config["parameters"]
+    settings = config["settings"]
+    lines = [
+        "---",
+        "library_name: mergedarts",
+        "tags: [mergedarts, model-merging, representation-surgery]",
+        "---",
+        "",
+        f"# {_text(name)}",
+        "",
+        f"Corrections for the merged model `{_code(merged['model'])}`, made with mergedarts {config['mergedarts']}. "
+        f"They add {added['added']:,} parameters, {added['share']:.3%} of the model's {merged['parameters']:,}, "
+        f"for {len(config['domains'])} domain(s).",
+        "",
+        "## Held-out measures",
+        "",
+        "Means over the response tokens of held-out calibration sequences, against each domain's expert. KL and NLL in "
+        "nats a token; share = part of the merged-to-expert KL that is closed, with a 95% bootstrap interval over "
+        "sequences.",
+        "",
+        "| domain | sequences | tokens | KL merged | KL repaired | share closed | agreement "
+        "| NLL merged / repaired / expert | parameters |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for domain, entry in config["domains"].items():
+        lines.append(_row(domain, entry))
+    fit, correction = settings["fit"], settings["correction"]
+    lines += [
+        "",
+        "## How it was made",
+        "",
+        f"Preset `{settings['preset']}`; fit `{fit['method']}`, loss `{fit['loss']}`, seed {fit['seed']}, "
+        f"{fit['holdout']:.0%} of the sequences held out; form `{correction['form']}`; dtype `{settings['dtype']}`; "
+        f"budget {settings['budget']:.3%} of the model's parameters.",
+        "",
+    ]
+    for domain, entry in config["domains"].items():
+        lines.append(
+            f"- **{domain}**: expert `{_code(entry['expert'])}`, {entry['sequences']['fit']} sequences fitted."
+        )
+        if not entry["shipped"]:
+            lines.append("  Not improved on held-out prompts, so it ships **uncorrected**.")
+        lines += [f"  {_text(note)}" for note in entry["notes"]]
+    lines += [
+        "",
+        "## Use",
+        "",
+        "```python",
+        "import mergedarts",
+        "",
+        f'model, tokenizer, handle = mergedarts.load("{_code(name)}", domain="{next(iter(config["domains"]))}")',
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(domain: str, entry: dict[str, Any]) -> str:
+    table = entry["held_out"]
+    if table is None:
+        return f"| {domain} | 0 | 0 | not measured | | | | | {entry['parameters']:,} |"
+    before, after, expert = table["merged"], table["repaired"], table["expert"]
+    share = "" if table["share_closed"] is None else f"{table['share_closed']:.0%}"
+    if ci := table.get("share_closed_ci"):
+        share += f" [{ci[0]:.0%}, {ci[1]:.0%}]"
+    return (
+        f"| {domain} | {before['sequences']} | {before['tokens']} | {before['kl']:.4f} | {after['kl']:.4f} | {share} "
+        f"| {before['agreement']:.1%} → {after['agreement']:.1%} "
+        f"| {before['nll']:.3f} / {after['nll']:.3f} / {expert['nll']:.3f} | {entry['parameters']:,} |"
+    )
+
+
+def _text(value: str) -> str:
+    """Text that Markdown and HTML show as it is."""
+    flat = "".join(c if c.isprintable() else " " for c in value)
+    for mark in "&<>":
+        flat = flat.replace(mark, {"&": "&amp;", "<": "&lt;", ">": "&gt;"}[mark])
+    return flat.replace("|", "\\|")
+
+
+def _code(value: str) -> str:
+    """Text inside a code span or block."""
+    return "".join(c if c.isprintable() and c not in '`"\\' else " " for c in value)

@@ -1,0 +1,48 @@
+"""`mergedarts calibrate`: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from .main import app, emit, out, quiet_libraries
+
+
+@app.command()
+def calibrate(
+    run_file: Path = typer.Argument(..., metavar="DARTS.yml", help="The run file."),
+    target: Path = typer.Option(..., "--out", metavar="DIR", help="Folder for the repaired model."),
+    preset: str | None = typer.Option(None, help="'default', 'paper' or 'surgery'; wins over the run file's."),
+    budget: str | None = typer.Option(None, help="Share of the model's parameters to add at most, such as 0.1%."),
+    device: str | None = typer.Option(None, help="auto, cpu, cuda, cuda:1, mps."),
+    dtype: str | None = typer.Option(None, help="bfloat16, float16 or float32."),
+    strict: bool | None = typer.Option(None, "--strict", help="Fail where a domain is not improved."),
+    trust_remote_code: bool | None = typer.Option(None, "--trust-remote-code", help="Let models run their own code."),
+    as_json: bool = typer.Option(False, "--json", help="Print darts_config.json's content."),
+) -> None:
+    """Fit corrections for every domain of a merged model and write the repaired model."""
+    from ..config import read_run_file
+
+    given = {
+        "preset": preset, "budget": _number(budget), "device": device, "dtype": dtype, "strict": strict,
+        "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    run = read_run_file(run_file, given)
+    quiet_libraries()
+    from .. import repair
+    from .tables import held_out_table
+
+    result = repair.calibrate(run, target, run_file.parent)
+    if as_json:
+        emit(result)
+    else:
+        out.print(held_out_table(result))
+        out.print(f"repaired model written to {target}", highlight=False, markup=False)
+
+
+def _number(text: str | None) -> float | str | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text

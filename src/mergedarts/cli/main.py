@@ -1,0 +1,79 @@
+"""The `mergedarts` command: gathers the commands and turns a user's mistake into one sentence and exit code 2.
+
+Knows no logic of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .. import __version__
+from ..errors import UserError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Repairs merged language models after the merge, without training.",
+)
+
+out = Console()
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"mergedarts {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Repairs merged language models after the merge, without training."""
+
+
+def emit(data: Any) -> None:
+    """Print a machine-readable result on stdout."""
+    print(json.dumps(data, ensure_ascii=False))
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' bars and advice off the terminal; errors still pass."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("mergekit").setLevel(logging.ERROR)
+
+
+def run() -> None:
+    """Entry point: exit code 2 and one sentence for a `UserError`, 130 for Ctrl-C; a bug keeps its traceback."""
+    from . import calibrate, demo, generate, info, merge  # noqa: F401  (each registers its command)
+
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(clean(str(error)))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from what is in the feature store.", file=sys.stderr)
+        sys.exit(130)
+
+
+def clean(text: str) -> str:
+    """Text without control characters, so that a file's name or a model's output cannot steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

@@ -1,0 +1,37 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+
+def held_out_table(config: dict[str, Any]) -> Table:
+    """The held-out figures of a repaired model, a row a domain."""
+    added = config["parameters"]
+    table = Table(
+        title=f"held out; {added['added']:,} parameters added = {added['share']:.3%} of the model",
+        title_justify="left",
+    )
+    for name in ("domain", "sequences", "KL merged", "KL repaired", "gap closed", "agreement", "parameters"):
+        table.add_column(name, justify="left" if name == "domain" else "right")
+    for name, entry in config["domains"].items():
+        held = entry["held_out"]
+        if held is None:
+            table.add_row(name, "0", "not measured", "", "", "", f"{entry['parameters']:,}")
+            continue
+        before, after = held["merged"], held["repaired"]
+        share = "" if held["share_closed"] is None else f"{held['share_closed']:.0%}"
+        if ci := held.get("share_closed_ci"):
+            share += f" [{ci[0]:.0%}, {ci[1]:.0%}]"
+        table.add_row(
+            name,
+            str(before["sequences"]),
+            f"{before['kl']:.4f}",
+            f"{after['kl']:.4f}" if entry["shipped"] else "ships uncorrected",
+            share.replace("[", r"\["),
+            f"{before['agreement']:.1%} → {after['agreement']:.1%}",
+            f"{entry['parameters']:,}",
+        )
+    return table

@@ -1,0 +1,163 @@
+"""Corrections as modules, and their format on disk.
+
+Knows what is added at a site and how many parameters it has; knows nothing of models, hooks or fitting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .errors import UserError
+from .store import load_tensors, save_tensors
+
+FILE = "corrections.safetensors"
+
+Kind = Literal["final", "residual", "linear"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """How a bias depends on the position p, counted from the first real token.
+
+    `table`: row min(p, size - 1) of a table (`constant` is a table of one row). `smooth`: `size` cosines of
+    log-position up to position `last`, constant beyond it: f_j(p) = cos(pi j log(1 + min(p, last)) / log(1 + last)).
+    """
+
+    form: Literal["table", "smooth"]
+    size: int
+    last: int = 0
+
+    def basis(self, positions: torch.Tensor) -> torch.Tensor:
+        """The smooth functions at some positions: [..., size] float32."""
+        u = (positions.clamp(min=0, max=self.last).float() + 1).log() / math.log(self.last + 1 if self.last else 2)
+        return torch.cos(math.pi * u[..., None] * torch.arange(self.size, device=positions.device))
+
+
+class SiteCorrection(nn.Module):
+    """What is subtracted at one site: h' = h - up act(down x) - bias(p).
+
+    At `residual` and `final` sites x is h itself, [..., d]; at a `linear` site x is the input of the linear layer and h
+    its output. `act` is the identity or, as in Representation Surgery, a ReLU.
+
+    Attributes:
+        down: [r, d_in], up: [d_out, r]; both None where there is no low-rank part.
+        position_bias: [size, d_out]; rows of a table or weights of smooth functions; None where there is no bias.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        down: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        position: Position | None = None,
+        relu: bool = False,
+    ) -> None:
+        super().__init__()
+        if (down is None) != (up is None) or (bias is None) != (position is None):
+            raise ValueError("down goes with up, and bias with position")
+        self.kind: Kind = kind
+        self.relu = relu
+        self.position = position
+        self.down = None if down is None else nn.Parameter(down)
+        self.up = None if up is None else nn.Parameter(up)
+        self.position_bias = None if bias is None else nn.Parameter(bias)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.down is None else self.down.shape[0]
+
+    def forward(self, h: torch.Tensor, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Corrected h [..., d_out] from h, x [..., d_in] and positions [...] (needed only where there is a bias)."""
+        if self.down is not None and self.up is not None:
+            inner = nn.functional.linear(x.to(self.down.dtype), self.down)
+            h = h - nn.functional.linear(inner.relu() if self.relu else inner, self.up).to(h.dtype)
+        if self.position_bias is not None:
+            assert positions is not None
+            h = h - self.bias_at(positions).to(h.dtype)
+        return h
+
+    def bias_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The bias at some positions: [..., d_out]."""
+        assert self.position is not None
+        assert self.position_bias is not None
+        if self.position.form == "table":
+            return self.position_bias[positions.clamp(min=0, max=self.position.size - 1)]
+        return self.position.basis(positions).to(self.position_bias.dtype) @ self.position_bias
+
+
+class Correction(nn.Module):
+    """The corrections of one domain by site: `final`, or the module name of a decoder layer or linear layer."""
+
+    def __init__(self, sites: dict[str, SiteCorrection] | None = None) -> None:
+        super().__init__()
+        self._names = list(sites or {})
+        self._sites = nn.ModuleList((sites or {}).values())
+
+    def items(self) -> Iterator[tuple[str, SiteCorrection]]:
+        """Site names and corrections, in the order of the model."""
+        for name, site in zip(self._names, self._sites, strict=True):
+            assert isinstance(site, SiteCorrection)
+            yield name, site
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+def save_corrections(folder: Path, corrections: dict[str, Correction]) -> dict[str, Any]:
+    """Write `corrections.safetensors` (float32) and return the description of its sites for `darts_config.json`."""
+    tensors: dict[str, torch.Tensor] = {}
+    described: dict[str, Any] = {}
+    for domain, correction in corrections.items():
+        described[domain] = []
+        for name, site in correction.items():
+            prefix = domain if name == "final" else f"{domain}.{name}"
+            parts = {"down.weight": site.down, "up.weight": site.up, "position_bias": site.position_bias}
+            tensors |= {f"{prefix}.{key}": value for key, value in parts.items() if value is not None}
+            entry: dict[str, Any] = {"site": name, "kind": site.kind, "rank": site.rank, "relu": site.relu}
+            if site.position is not None:
+                p = site.position
+                entry["position"] = {"form": p.form, "size": p.size, "last": p.last}
+            described[domain].append(entry)
+    bad = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
+    if bad:
+        raise UserError(
+            f"The fit gave values that are not finite ({bad[0]}); try 'dtype: float32'. Nothing was written."
+        )
+    save_tensors(folder / FILE, tensors)
+    return described
+
+
+def load_corrections(folder: Path, described: dict[str, Any]) -> dict[str, Correction]:
+    """Read what `save_corrections` wrote; anything missing, left over or of another shape is a `UserError`."""
+    path = folder / FILE
+    tensors = load_tensors(path, "calibrate again")
+    loaded: dict[str, Correction] = {}
+    try:
+        for domain, entries in described.items():
+            sites: dict[str, SiteCorrection] = {}
+            for entry in entries:
+                prefix = domain if entry["site"] == "final" else f"{domain}.{entry['site']}"
+                at = entry.get("position")
+                sites[entry["site"]] = SiteCorrection(
+                    entry["kind"],
+                    down=tensors.pop(f"{prefix}.down.weight") if entry["rank"] else None,
+                    up=tensors.pop(f"{prefix}.up.weight") if entry["rank"] else None,
+                    bias=tensors.pop(f"{prefix}.position_bias") if at else None,
+                    position=Position(at["form"], at["size"], at["last"]) if at else None,
+                    relu=entry["relu"],
+                )
+            loaded[domain] = Correction(sites)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} does not match darts_config.json beside it ({error}); calibrate again.") from None
+    if tensors:
+        raise UserError(f"{path} holds tensors that darts_config.json does not name ({min(tensors)}); calibrate again.")
+    return loaded

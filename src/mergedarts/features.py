@@ -1,0 +1,243 @@
+"""Runs one model over the sequences: final hidden states, states after layers, entropies, continuations.
+
+Knows batches, hooks and chunks; knows no model family, nothing of corrections, and holds one model at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import UserError
+from .files import cache_dir, write_text
+from .models import decoder_layers, head_parameters
+from .progress import bar
+from .prompts import PromptSet, TokenSequence, with_continuation
+from .store import FeatureStore, digest_tensors, load_tensors, save_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BATCH_TOKENS = 4096
+CHUNK_ELEMENTS = 1 << 24
+
+
+class _Stop(Exception):
+    """Ends a forward pass at the output embedding, before its product."""
+
+
+def batches(prompts: PromptSet, tokens: int = BATCH_TOKENS) -> list[list[int]]:
+    """Indices of the sequences in batches of like length, each of at most `tokens` padded tokens."""
+    order = sorted(range(len(prompts.sequences)), key=lambda i: (-len(prompts.sequences[i]), i))
+    out: list[list[int]] = []
+    for i in order:
+        if out and (len(out[-1]) + 1) * len(prompts.sequences[out[-1][0]]) <= tokens:
+            out[-1].append(i)
+        else:
+            out.append([i])
+    return out
+
+
+def padded(prompts: PromptSet, batch: list[int], device: torch.device) -> torch.Tensor:
+    """[B, T] token ids, right-padded: under a causal mask no real token sees the padding."""
+    rows = [torch.tensor(prompts.sequences[i].ids) for i in batch]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0).to(device)
+
+
+@contextmanager
+def hooked(*handles: Any) -> Iterator[None]:
+    """Remove hooks when the block ends."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def state_of(output: Any) -> torch.Tensor:
+    """The hidden state in what a decoder layer returns: a tensor, or the first of a tuple."""
+    state: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return state
+
+
+@torch.inference_mode()
+def final_states(
+    model: PreTrainedModel, prompts: PromptSet, take: Callable[[list[int], torch.Tensor], None], title: str
+) -> None:
+    """Run a model once over the sequences and hand out the input of its output embedding.
+
+    Args:
+        take: called with a batch of sequence indices and their states [B, T, d], right-padded.
+        title: of the progress bar.
+
+    Raises:
+        UserError: a state is not finite, as happens when a merge overflows in float16.
+    """
+    caught: list[torch.Tensor] = []
+
+    def catch(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        caught.append(inputs[0])
+        raise _Stop
+
+    device = next(model.parameters()).device
+    head = model.get_output_embeddings()
+    with bar(title, prompts.tokens) as advance:
+        for batch in batches(prompts):
+            with suppress(_Stop), hooked(head.register_forward_pre_hook(catch)):
+                model(input_ids=padded(prompts, batch, device), use_cache=False)
+            state = caught.pop()
+            if not torch.isfinite(state).all():
+                raise UserError(
+                    f"{title}: hidden states are not finite; the weights hold NaN or overflow in "
+                    f"{state.dtype}, so try 'dtype: bfloat16' or 'float32'."
+                )
+            take(batch, state)
+            advance(sum(len(prompts.sequences[i]) for i in batch))
+
+
+class Readout:
+    """From final hidden states to logits, by the model's own head and whatever it does after it.
+
+    Soft-capping, scaling and the like differ by family; here the model runs with its decoder put aside.
+
+    Args:
+        model: a causal LM.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._decoder = model.get_decoder()
+        seen: list[Any] = []
+        device = next(model.parameters()).device
+        with torch.inference_mode(), hooked(self._decoder.register_forward_hook(lambda m, i, o: seen.append(o))):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
+        self._output_class = type(seen[0])
+
+    @torch.inference_mode()
+    def __call__(
+        self, states: torch.Tensor, head: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    ) -> torch.Tensor:
+        """Logits [n, vocabulary] in float32 of states [n, d]; by another model's head where `head` is given."""
+        own = self._model.get_output_embeddings()
+        weight = own.weight if head is None else head[0]
+        states = states[None].to(device=own.weight.device, dtype=own.weight.dtype)
+        handles = [own.register_forward_pre_hook(lambda m, i: (states, *i[1:]))]
+        if head is not None:
+            handles.append(own.register_forward_hook(lambda m, i, o: nn.functional.linear(states, weight, head[1])))
+        try:
+            self._decoder.forward = lambda *a, **k: self._output_class(last_hidden_state=states)
+            with hooked(*handles):
+                ids = torch.zeros(1, states.shape[1], dtype=torch.long, device=states.device)
+                logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
+        finally:
+            del self._decoder.forward
+        return logits[0].float()
+
+    @property
+    def chunk(self) -> int:
+        """Tokens at a time for which a [tokens, vocabulary] tensor is small."""
+        rows: int = self._model.get_output_embeddings().weight.shape[0]
+        return max(16, CHUNK_ELEMENTS // rows)
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of the softmax over the last dimension."""
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)
+
+
+def collect(
+    model: PreTrainedModel, prompts: PromptSet, store: FeatureStore, title: str, layers: list[int], entropies: bool
+) -> None:
+    """Run a model once and put what is missing into the store.
+
+    Writes `final` (hidden [tokens, d]), `entropy` (entropy [tokens], nats) where asked, and `layer-<i>`
+    (hidden [tokens, d], the residual stream after decoder layer i) for each of `layers`.
+    """
+    width = model.get_output_embeddings().weight.shape[1]
+    shapes = {"final": (prompts.tokens, width)} | {f"layer-{i}": (prompts.tokens, width) for i in layers}
+    dtype = next(model.parameters()).dtype
+    offsets = prompts.offsets
+    readout = Readout(model) if entropies else None
+    nats = torch.zeros(prompts.tokens)
+    held: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, inputs, output: held.__setitem__(name, state_of(output))
+
+    named = decoder_layers(model) if layers else []
+    with store.writers(shapes, dtype) as writers:
+
+        def take(batch: list[int], state: torch.Tensor) -> None:
+            held["final"] = state
+            for row, i in enumerate(batch):
+                for name, writer in writers.items():
+                    writer.write(int(offsets[i]), held[name][row, : len(prompts.sequences[i])])
+            if readout is not None:
+                flat = torch.cat([state[row, : len(prompts.sequences[i])] for row, i in enumerate(batch)])
+                where = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in batch])
+                for states, rows in zip(flat.split(readout.chunk), where.split(readout.chunk), strict=True):
+                    nats[rows] = entropy(readout(states)).cpu()
+            held.clear()
+
+        with hooked(*(named[i][1].register_forward_hook(keep(f"layer-{i}")) for i in layers)):
+            final_states(model, prompts, take, title)
+    if entropies:
+        store.save("entropy", {"entropy": nats})
+
+
+@torch.inference_mode()
+def continuations(
+    model: PreTrainedModel, prompts: PromptSet, eos: set[int], tokens: int, title: str
+) -> list[TokenSequence]:
+    """Each prompt followed by the model's own greedy continuation of at most `tokens` tokens."""
+    device = next(model.parameters()).device
+    out: list[TokenSequence] = list(prompts.sequences)
+    with bar(title, len(out), "prompts") as advance:
+        for batch in batches(prompts):
+            length = max(len(prompts.sequences[i]) for i in batch)
+            ids = torch.zeros(len(batch), length, dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for row, i in enumerate(batch):
+                own = torch.tensor(prompts.sequences[i].ids)
+                ids[row, length - len(own) :], mask[row, length - len(own) :] = own, 1
+            written = model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                max_new_tokens=tokens,
+                do_sample=False,
+                num_beams=1,
+                eos_token_id=sorted(eos) or None,
+                pad_token_id=min(eos, default=0),
+            )[:, length:].tolist()
+            for row, i in enumerate(batch):
+                end = next((n for n, token in enumerate(written[row]) if token in eos), len(written[row]) - 1) + 1
+                out[i] = with_continuation(prompts.sequences[i], written[row][:end])
+            advance(len(batch))
+    return out
+
+
+def keep_head(model: PreTrainedModel, store: FeatureStore) -> None:
+    """Store a model's output embedding once for all models that share it, and note in `store` which it is."""
+    weight, bias = head_parameters(model)
+    tensors = {"weight": weight.cpu().contiguous()} | ({} if bias is None else {"bias": bias.cpu().contiguous()})
+    digest = digest_tensors(tensors)
+    path = cache_dir() / "heads" / f"{digest}.safetensors"
+    if not path.is_file():
+        save_tensors(path, tensors)
+    write_text(store.path / "head", digest)
+
+
+def load_head(store: FeatureStore, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The output embedding noted in `store`, on the device of `model`; None where it is that of `model` itself."""
+    digest = (store.path / "head").read_text(encoding="ascii")
+    weight, bias = head_parameters(model)
+    if digest == digest_tensors({"weight": weight.cpu()} | ({} if bias is None else {"bias": bias.cpu()})):
+        return None
+    tensors = load_tensors(cache_dir() / "heads" / f"{digest}.safetensors", "remove the feature store beside it")
+    moved = {name: tensor.to(weight) for name, tensor in tensors.items()}
+    return moved["weight"], moved.get("bias")

@@ -1,0 +1,160 @@
+"""What a run needs before any model runs: models found and compared, prompts read and encoded, stores opened.
+
+Knows how a run file's names become models, prompt sets and features; fits and writes nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import features
+from .config import RunFile
+from .errors import UserError
+from .merging import merge_cached
+from .models import (
+    DTYPES,
+    ModelRef,
+    check_fit,
+    eos_ids,
+    expert_names,
+    fingerprint,
+    load_model,
+    load_tokenizer,
+    pick_device,
+)
+from .progress import say
+from .prompts import Example, PromptSet, TokenSequence, check_tokenizer, encode, read_examples, with_continuation
+from .store import FeatureStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class DomainJob:
+    """One domain: its expert and the sequences to calibrate with."""
+
+    name: str
+    expert: ModelRef
+    expert_print: str
+    prompts: PromptSet
+    rollout: int
+    unanswered: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run made ready; `domains` in the order of the run file."""
+
+    run: RunFile
+    merged: ModelRef
+    merged_print: str
+    dtype: torch.dtype
+    device: torch.device
+    eos: frozenset[int]
+    domains: tuple[DomainJob, ...]
+
+    def store(self, fingerprint_: str, prompts: PromptSet) -> FeatureStore:
+        return FeatureStore(fingerprint_, prompts.digest, self.dtype)
+
+    def load(self, ref: ModelRef) -> PreTrainedModel:
+        """Load a model after letting go of what was loaded before."""
+        gc.collect()
+        say(f"loading {ref}")
+        return load_model(ref, self.dtype, self.device)
+
+
+def prepare(run: RunFile, base: Path) -> Job:
+    """Resolve and check a run: every mistake that can be known without running a model is said here.
+
+    Args:
+        run: the settings.
+        base: folder that relative paths are relative to (the run file's).
+    """
+    trust = run.trust_remote_code
+    device = pick_device(run.device)
+    # Prompts first: they are read in no time, and a merge may take minutes.
+    examples = {name: read_examples(domain, name, base) for name, domain in run.domains.items()}
+    if run.merge is not None:
+        config = Path(run.merge).expanduser()
+        merged = ModelRef(str(merge_cached(config if config.is_absolute() else base / config, trust)), None, trust)
+    else:
+        assert run.merged is not None
+        merged = ModelRef.parse(run.merged, base, trust)
+    merged_print = fingerprint(merged)
+    named = expert_names(merged)
+    tokenizer = load_tokenizer(merged)
+    eos = eos_ids(merged, tokenizer)
+    domains: list[DomainJob] = []
+    for name, domain in run.domains.items():
+        expert = ModelRef.parse(named.get(domain.expert, domain.expert), base, trust)
+        expert_print = fingerprint(expert)
+        check_fit(merged, expert)
+        check_tokenizer(examples[name], tokenizer, load_tokenizer(expert), str(merged), str(expert))
+        prompts = PromptSet(tuple(encode(examples[name], tokenizer, eos, run.max_tokens)))
+        unanswered = tuple(i for i, e in enumerate(examples[name]) if not e.has_response)
+        domains.append(DomainJob(name, expert, expert_print, prompts, domain.rollout, unanswered))
+    return Job(run, merged, merged_print, DTYPES[run.dtype], device, frozenset(eos), tuple(domains))
+
+
+def with_eval_prompts(job: Job, domain: DomainJob, examples: list[Example]) -> DomainJob:
+    """The same domain with other examples (each with its response), for measuring on them."""
+    tokenizer = load_tokenizer(job.merged)
+    prompts = PromptSet(tuple(encode(examples, tokenizer, set(job.eos), job.run.max_tokens)))
+    return replace(domain, prompts=prompts, unanswered=())
+
+
+def run_expert(job: Job, domain: DomainJob, layers: list[int]) -> DomainJob:
+    """Make sure the store holds the expert's features; the expert is loaded only where something is missing.
+
+    Returns:
+        The domain, its prompts followed by the expert's continuations where they had no response.
+    """
+    model: PreTrainedModel | None = None
+    if domain.unanswered and domain.rollout:
+        asked = domain.prompts.subset(domain.unanswered)
+        store = job.store(domain.expert_print, asked)
+        name = f"rollout-{domain.rollout}"
+        if not store.has(name):
+            model = job.load(domain.expert)
+            written = features.continuations(model, asked, set(job.eos), domain.rollout, f"{domain.name}: responses")
+            flat = [token for s, t in zip(asked.sequences, written, strict=True) for token in t.ids[len(s) :]]
+            lengths = [len(t) - len(s) for s, t in zip(asked.sequences, written, strict=True)]
+            store.save(name, {"ids": torch.tensor(flat, dtype=torch.long), "lengths": torch.tensor(lengths)})
+        stored = store.load(name)
+        pieces = stored["ids"].split(stored["lengths"].tolist())
+        sequences: list[TokenSequence] = list(domain.prompts.sequences)
+        for i, piece in zip(domain.unanswered, pieces, strict=True):
+            sequences[i] = with_continuation(sequences[i], piece.tolist())
+        domain = replace(domain, prompts=PromptSet(tuple(sequences)), unanswered=())
+    store = job.store(domain.expert_print, domain.prompts)
+    missing = [i for i in layers if not store.has(f"layer-{i}")]
+    whole = store.has("final") and store.has("entropy") and (store.path / "head").is_file()
+    if missing or not whole:
+        model = model or job.load(domain.expert)
+        features.keep_head(model, store)
+        features.collect(model, domain.prompts, store, f"{domain.name}: expert", missing, entropies=True)
+    return domain
+
+
+def run_merged(job: Job, domain: DomainJob, model: PreTrainedModel | None) -> PreTrainedModel | None:
+    """Make sure the store holds the merged model's final states on a domain; returns the model if it was needed."""
+    store = job.store(job.merged_print, domain.prompts)
+    if not store.has("final"):
+        model = model or job.load(job.merged)
+        features.collect(model, domain.prompts, store, f"{domain.name}: merged", [], entropies=False)
+    return model
+
+
+def check_lengths(domain: DomainJob) -> None:
+    """Raise `UserError` where a domain has nothing to fit on."""
+    if all(len(s) < 2 for s in domain.prompts.sequences):
+        raise UserError(
+            f"Every prompt of domain '{domain.name}' is one token long, so nothing follows that could be repaired; "
+            "give longer prompts, or set 'rollout' above 0."
+        )

@@ -1,0 +1,114 @@
+"""Runs a mergekit config through mergekit's own API.
+
+Knows where mergekit wants its caches and how its paths resolve; knows no merge method.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .config import load_yaml
+from .errors import UserError
+from .files import cache_dir, check_replaceable, digest_text, new_folder
+from .models import ModelRef, fingerprint
+
+MARKER = "mergekit_config.yml"
+
+
+def merge(config: Path, out: Path, trust_remote_code: bool = False) -> Path:
+    """Run a mergekit config; paths in it may be relative to the config file.
+
+    Args:
+        config: the mergekit YAML file; experts may be `model+adapter`.
+        out: the folder of the merged model, replaced where it is an earlier merge.
+
+    Returns:
+        `out`, with mergekit's model card and `mergekit_config.yml` (paths made absolute).
+
+    Raises:
+        UserError: the config is missing or wrong, a model is missing, or `out` cannot be written.
+    """
+    data = resolved_config(config)
+    check_replaceable(out, MARKER)
+    text = yaml.safe_dump(data, sort_keys=False)
+    with new_folder(out, MARKER) as folder:
+        _run(text, folder, config, trust_remote_code)
+    return out
+
+
+def merge_cached(config: Path, trust_remote_code: bool = False) -> Path:
+    """The merged model of a config from the user's cache, made where it is missing."""
+    data = resolved_config(config)
+    text = yaml.safe_dump(data, sort_keys=False)
+    prints = [fingerprint(ModelRef.parse(name)) for name in sorted(set(_models(data)))]
+    out = cache_dir() / "merged" / digest_text(text, *prints)
+    if not (out / MARKER).is_file():
+        with new_folder(out) as folder:
+            _run(text, folder, config, trust_remote_code)
+    return out
+
+
+def resolved_config(config: Path) -> dict[str, Any]:
+    """A mergekit config with the local paths that exist beside it made absolute."""
+    data, _ = load_yaml(config)
+    if not isinstance(data, dict) or not {"models", "slices", "modules"} & set(data):
+        raise UserError(f"{config} is not a mergekit config; it needs 'merge_method' and 'models' or 'slices'.")
+    resolved: dict[str, Any] = _absolute(data, config.parent)
+    return resolved
+
+
+def _absolute(value: Any, base: Path, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {k: _absolute(v, base, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_absolute(v, base, key) for v in value]
+    if key in ("model", "base_model") and isinstance(value, str):
+        return str(ModelRef.parse(str(ModelRef.parse(value, base))))
+    return value
+
+
+def _models(data: Any) -> list[str]:
+    if isinstance(data, dict):
+        named = [v for k, v in data.items() if k in ("model", "base_model") and isinstance(v, str)]
+        return named + [name for v in data.values() for name in _models(v)]
+    return [name for v in data for name in _models(v)] if isinstance(data, list) else []
+
+
+def _run(text: str, folder: Path, config: Path, trust_remote_code: bool) -> None:
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+    from pydantic import ValidationError
+
+    logging.getLogger("mergekit").setLevel(logging.ERROR)
+    try:
+        parsed = MergeConfiguration.model_validate(yaml.safe_load(text))
+    except (ValidationError, RuntimeError, ValueError) as error:
+        raise UserError(f"{config} is not a valid mergekit config ({_reason(error)}).") from None
+    for name in sorted(set(_models(yaml.safe_load(text)))):
+        fingerprint(ModelRef.parse(name))  # a missing model or pickled weights are said before the work begins
+    # mergekit takes whatever folder it finds in its adapter cache for whole, so each merge gets its own.
+    adapters = folder.with_name(folder.name + ".adapters")
+    options = MergeOptions(
+        lora_merge_cache=str(adapters), trust_remote_code=trust_remote_code, quiet=True, copy_tokenizer=True
+    )
+    try:
+        run_merge(parsed, str(folder), options, config_source=text)
+    except (RuntimeError, ValueError, KeyError, NotImplementedError) as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise UserError(f"mergekit could not run {config} ({_reason(error)}).") from None
+    finally:
+        shutil.rmtree(adapters, ignore_errors=True)
+    if not list(folder.glob("*.safetensors")):
+        raise UserError(f"mergekit wrote no weights for {config}; run mergekit-yaml on it to see why.")
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines[:3])[:240] if lines else type(error).__name__

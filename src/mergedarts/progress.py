@@ -1,0 +1,52 @@
+"""Progress for long work: a bar with totals and rates on the terminal's error stream, silent elsewhere.
+
+Knows how work is shown; nothing of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+console = Console(stderr=True)
+
+_open: list[Progress] = []
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f} {task.fields['unit']}/s" if speed else "")
+
+
+@contextmanager
+def bar(description: str, total: float, unit: str = "tokens") -> Iterator[Callable[[float], None]]:
+    """Show progress; yields a function that adds to the amount done. Bars opened inside another share its display."""
+    if _open:
+        progress = _open[-1]
+        task = progress.add_task(description, total=total, unit=unit)
+        yield lambda amount: progress.advance(task, amount)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        _open.append(progress)
+        try:
+            task = progress.add_task(description, total=total, unit=unit)
+            yield lambda amount: progress.advance(task, amount)
+        finally:
+            _open.pop()
+
+
+def say(message: str) -> None:
+    """One line for a person who watches; shown on a terminal only."""
+    if console.is_terminal:
+        console.print(message, highlight=False, markup=False)
+
+
+def warn(message: str) -> None:
+    """One line that a person must see, terminal or not."""
+    console.print(f"warning: {message}", highlight=False, markup=False, soft_wrap=True)

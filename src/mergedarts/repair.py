@@ -1,0 +1,167 @@
+"""The main job: from a run file to a repaired model, stage by stage.
+
+Knows the order of the stages and what is said of them; each stage's knowledge lives in its own module.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import __version__
+from .config import RunFile
+from .correction import Correction
+from .errors import UserError
+from .features import Readout
+from .files import check_replaceable
+from .fit import fit_domain, layers_needed
+from .heldout import HeldOut
+from .job import DomainJob, Job, check_lengths, prepare, run_expert, run_merged
+from .measures import TokenMeasures, bootstrap
+from .models import parameter_count
+from .progress import warn
+from .prompts import split
+from .repaired import CONFIG, write_repaired
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class Clock:
+    """Seconds by stage."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - start, 3)
+
+
+def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, Any]:
+    """Fit corrections for every domain and write the repaired model.
+
+    Args:
+        run: the settings.
+        out: folder to write; an earlier repaired model there is replaced when the new one is whole.
+        base: folder that relative paths in `run` are relative to; the working folder by default.
+
+    Returns:
+        What `darts_config.json` holds.
+
+    Raises:
+        UserError: bad input (nothing is written), or, with `strict`, a domain that is not improved.
+    """
+    check_replaceable(out, CONFIG)
+    clock = Clock()
+    with clock.stage("prepare"):
+        job = prepare(run, base or Path.cwd())
+    with clock.stage("expert features"):
+        layers = layers_needed(job)
+        domains = [run_expert(job, domain, layers) for domain in job.domains]
+        for domain in domains:
+            check_lengths(domain)
+    config, corrections = _repair(job, domains, clock)
+    config["seconds"] = clock.seconds
+    unimproved = [name for name, d in config["domains"].items() if not d["shipped"]]
+    if unimproved and run.strict:
+        raise UserError(
+            f"Domain '{unimproved[0]}' is not improved on held-out prompts ('strict'); nothing was written."
+        )
+    write_repaired(out, config, corrections)
+    return config
+
+
+def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str, Any], dict[str, Correction]]:
+    """Fit and check each domain with the merged model in memory."""
+    run = job.run
+    with clock.stage("merged features"):
+        model: PreTrainedModel | None = None
+        for domain in domains:
+            model = run_merged(job, domain, model)
+        model = model or job.load(job.merged)
+        readout = Readout(model)
+    corrections: dict[str, Correction] = {}
+    described: dict[str, Any] = {}
+    for domain in domains:
+        fitted, held = split(len(domain.prompts.sequences), run.fit.holdout, run.fit.seed)
+        with clock.stage("fit"):
+            result = fit_domain(job, domain, model, readout, fitted)
+        with clock.stage("held-out check"):
+            shipped, table = _check(job, domain, model, readout, held, result.correction)
+        if shipped:
+            corrections[domain.name] = result.correction
+        else:
+            corrections[domain.name] = Correction()
+            warn(f"domain '{domain.name}' is not improved on held-out prompts and ships uncorrected.")
+        for note in result.notes:
+            warn(f"domain '{domain.name}': {note}")
+        described[domain.name] = {
+            "expert": str(domain.expert),
+            "expert_fingerprint": domain.expert_print,
+            "prompts": domain.prompts.digest,
+            "sequences": {"fit": len(fitted), "held_out": len(held)},
+            "tokens": domain.prompts.tokens,
+            "parameters": corrections[domain.name].parameter_count,
+            "shipped": shipped,
+            "held_out": table,
+            "choices": result.choices,
+            "notes": result.notes,
+        }
+    total = parameter_count(model)
+    added = sum(d["parameters"] for d in described.values())
+    share = added / total
+    if share > run.budget * 1.0005:
+        warn(f"the settings add {share:.2%} of the model's parameters, more than the budget of {run.budget:.2%}.")
+    config = {
+        "mergedarts": __version__,
+        "merged": {
+            "model": str(job.merged),
+            "fingerprint": job.merged_print,
+            "parameters": total,
+            "trust_remote_code": job.merged.trust_remote_code,
+        },
+        "domains": described,
+        "parameters": {"added": added, "share": share, "budget": run.budget},
+        "settings": run.model_dump(mode="json", exclude={"domains"}),
+    }
+    return config, corrections
+
+
+def _check(
+    job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, held: list[int], correction: Correction
+) -> tuple[bool, dict[str, Any] | None]:
+    """Whether a correction lowers the KL on held-out sequences, and the table that shows it."""
+    if not held:
+        return True, None
+    with torch.inference_mode():
+        check = HeldOut(job, domain, model, readout, held)
+        if len(check) == 0:
+            return True, None
+        before, after, expert = check.merged(), check.corrected(correction), check.expert()
+        floor = check.expert_under_merged_head()
+    table = comparison(before, after) | {"expert": expert.means(), "head_floor_kl": floor.means()["kl"]}
+    kl_before, kl_after = table["merged"]["kl"], table["repaired"]["kl"]
+    return bool(kl_after < kl_before), table
+
+
+def comparison(before: TokenMeasures, after: TokenMeasures) -> dict[str, Any]:
+    """Means before and after, the share of the KL gap closed, and its 95% interval over sequences."""
+    pair = {"merged": before, "repaired": after}
+    means = {name: sample.means() for name, sample in pair.items()}
+    before_kl, after_kl = float(means["merged"]["kl"] or 0.0), float(means["repaired"]["kl"] or 0.0)
+    out: dict[str, Any] = dict(means)
+    out["share_closed"] = 1 - after_kl / before_kl if before_kl > 0 else None
+    if before_kl > 0 and before.sequence.unique().numel() > 1:
+        out["share_closed_ci"] = list(bootstrap(pair, lambda m: 1 - m["repaired"]["kl"] / m["merged"]["kl"]))
+    return out

@@ -1,0 +1,137 @@
+"""The feature store: hidden states and entropies on disk, keyed by the content of model and prompts.
+
+Knows files and keys; does not know how the features are made. Every file is a safetensors file that appears whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from .errors import UserError
+from .files import cache_dir, digest_text, readable_os_errors
+
+VERSION = "1"
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+class FeatureStore:
+    """Features of one model on one set of sequences.
+
+    Args:
+        model: fingerprint of the model.
+        prompts: digest of the sequences.
+        dtype: of the forward pass; part of the key, since it changes the features.
+    """
+
+    def __init__(self, model: str, prompts: str, dtype: torch.dtype) -> None:
+        self.path = cache_dir() / "features" / digest_text(VERSION, model, prompts, str(dtype))
+
+    def has(self, name: str) -> bool:
+        return (self.path / f"{name}.safetensors").is_file()
+
+    def load(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors stored under a name; a broken file is a `UserError` that names it."""
+        return load_tensors(self.path / f"{name}.safetensors", "remove it, and it will be made again")
+
+    def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_tensors(self.path / f"{name}.safetensors", tensors)
+
+    @contextmanager
+    def writers(self, shapes: dict[str, tuple[int, int]], dtype: torch.dtype) -> Iterator[dict[str, RowWriter]]:
+        """Open one file a name, each with a single tensor `hidden` of the given shape, to be filled by rows.
+
+        The files take their names when the block ends well; nothing is kept otherwise.
+        """
+        opened: dict[str, RowWriter] = {}
+        with readable_os_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                for name, shape in shapes.items():
+                    opened[name] = RowWriter(self.path, name, shape, dtype)
+                yield opened
+                for writer in opened.values():
+                    writer.finish()
+            finally:
+                for writer in opened.values():
+                    writer.discard()
+
+
+def digest_tensors(tensors: dict[str, torch.Tensor]) -> str:
+    """Digest of names, types, shapes and bytes of some tensors."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        whole.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        whole.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return whole.hexdigest()
+
+
+class RowWriter:
+    """A safetensors file of one tensor `hidden` [rows, width] that is written row range by row range."""
+
+    def __init__(self, folder: Path, name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self._target = folder / f"{name}.safetensors"
+        self._width = shape[1]
+        self._dtype = dtype
+        size = shape[0] * shape[1] * dtype.itemsize
+        entry = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [0, size]}
+        header = json.dumps({"hidden": entry}).encode()
+        header += b" " * (-len(header) % 8)
+        self._start = 8 + len(header)
+        self._handle, self._name = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder)
+        os.write(self._handle, struct.pack("<Q", len(header)) + header)
+        os.truncate(self._handle, self._start + size)
+
+    def write(self, row: int, values: torch.Tensor) -> None:
+        """Write [n, width] values from a row on."""
+        data = values.detach().to(self._dtype).contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+        os.pwrite(self._handle, data, self._start + row * self._width * self._dtype.itemsize)
+
+    def finish(self) -> None:
+        os.close(self._handle)
+        self._handle = -1
+        os.replace(self._name, self._target)
+
+    def discard(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+        Path(self._name).unlink(missing_ok=True)
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file beside `path` and rename it."""
+    with readable_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, temporary, metadata=metadata)
+            os.replace(temporary, path)
+        except SafetensorError as error:
+            if "os error 28" in str(error) or "No space left" in str(error):
+                raise UserError(f"No space left to write {path}; free some, or name another disk.") from None
+            raise
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def load_tensors(path: Path, mend: str) -> dict[str, torch.Tensor]:
+    """Read a safetensors file; `mend` ends the sentence where it is missing or broken."""
+    try:
+        return dict(load_file(path))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {mend}.") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path} is not a whole safetensors file ({str(error).splitlines()[0][:120]}); {mend}."
+        ) from None
