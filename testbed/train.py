@@ -12,6 +12,7 @@ import random
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,10 +50,10 @@ def read_examples(path: Path, tokenizer: Any, count: int, rng: random.Random) ->
     Raises:
         TrainError: the file is missing or empty, or a line is not such an object.
     """
-    if not path.is_file():
+    if not path.exists():
         raise TrainError(f"The data file {path} does not exist.")
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
             pairs.append((str(row["prompt"]), str(row["response"])))
@@ -66,8 +67,8 @@ def read_examples(path: Path, tokenizer: Any, count: int, rng: random.Random) ->
 
 def tokenize(tokenizer: Any, prompt: str, response: str) -> Example:
     """Render one turn with the chat template; the end-of-turn token belongs to the response."""
-    turn = [{"role": "user", "content": prompt}]
-    opening = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    turns = [{"role": "user", "content": prompt}]
+    opening = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     before = tokenizer.encode(opening, add_special_tokens=False)
     after = tokenizer.encode(response, add_special_tokens=False)
     return Example([*before, *after, tokenizer.eos_token_id], len(before))
@@ -93,12 +94,10 @@ def response_loss(model: Any, batch: list[Example], pad: int) -> torch.Tensor:
     width = max(len(e.ids) for e in batch)
     ids = torch.tensor([e.ids + [pad] * (width - len(e.ids)) for e in batch])
     position = torch.arange(width)
-    length = torch.tensor([[len(e.ids)] for e in batch])
-    start = torch.tensor([[e.start] for e in batch])
-    hidden = model.get_decoder()(
-        input_ids=ids, attention_mask=(position < length).long(), use_cache=False
-    ).last_hidden_state
-    scored = (position >= start) & (position < length)
+    start, end = torch.tensor([(e.start, len(e.ids)) for e in batch]).T.unsqueeze(-1)
+    real = position < end
+    hidden = model.get_decoder()(input_ids=ids, attention_mask=real.long(), use_cache=False).last_hidden_state
+    scored = real & (position >= start)
     logits = model.get_output_embeddings()(hidden[:, :-1][scored[:, 1:]])
     return cross_entropy(logits.float(), ids[:, 1:][scored[:, 1:]])
 
@@ -115,7 +114,7 @@ def train(model: Any, batches: list[list[Example]], pad: int, lr: float, console
         for batch in batches:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = response_loss(model, batch, pad)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
             schedule.step()
@@ -140,16 +139,16 @@ def whole_folder(out: Path) -> Iterator[Path]:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Train and write the expert that ``args`` describes."""
-    kind = "full" if args.full else "lora"
-    base, out = Path(args.base), Path(args.out).resolve()
+    kind, base, out = "full" if args.full else "lora", Path(args.base), Path(args.out).resolve()
     if not (base / "config.json").is_file():
         raise TrainError(f"The base {base} is not a model folder: it has no config.json.")
     if out.exists():
         raise TrainError(f"The output {out} exists already.")
+    if any(number is not None and number <= 0 for number in (args.examples, args.rank, args.lr, args.threads)):
+        raise TrainError("Examples, rank, learning rate and threads must be greater than zero.")
     began = time.monotonic()
     torch.manual_seed(args.seed)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads or torch.get_num_threads())
     rng = random.Random(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
@@ -157,17 +156,17 @@ def run(args: argparse.Namespace, console: Console) -> None:
     examples = read_examples(Path(args.data), tokenizer, args.examples or EXAMPLES[kind], rng)
     batches = make_batches(examples, BATCH_TOKENS, rng)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    saved: Any = model
     if not args.full:
         config = LoraConfig(r=args.rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        saved = get_peft_model(model, config)  # puts the adapters into `model`, so that is what we train
+        adapted = get_peft_model(model, config)  # puts the adapters into `model`, so that is what we train
     train(model, batches, tokenizer.eos_token_id, args.lr or LEARNING_RATE[kind], console)
+    model.to(torch.bfloat16)
     with whole_folder(out) as folder:
         if args.full:
-            saved.to(torch.bfloat16).save_pretrained(folder)
+            model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         else:
-            saved.save_pretrained(folder)
+            adapted.save_pretrained(folder)
             (folder / "README.md").unlink(missing_ok=True)  # an empty form, not a model card
     console.print(f"{out}: {len(examples)} examples, {len(batches)} steps, {time.monotonic() - began:.0f} s")
 
@@ -180,16 +179,17 @@ def main() -> int:
     parser.add_argument("--out", required=True, help="folder to create")
     parser.add_argument("--full", action="store_true", help="train all weights and save a complete model in bf16")
     parser.add_argument("--examples", type=int, help="how many to draw (default 1100, with --full 360)")
-    parser.add_argument("--rank", type=int, default=8, help="LoRA rank (default 8)")
+    parser.add_argument("--rank", type=int, default=8, help="LoRA rank, without --full (default 8)")
     parser.add_argument("--lr", type=float, help="first learning rate (default 1e-3, with --full 1e-4)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw, the order and the adapter (default 0)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: as torch chooses)")
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
         run(args, Console(stderr=True, quiet=not sys.stderr.isatty()))
-    except TrainError as error:
+    except (TrainError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     return 0

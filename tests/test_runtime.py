@@ -9,7 +9,7 @@ from mergedarts.correction import Correction, Position
 from mergedarts.errors import UserError
 from mergedarts.models import decoder_layers
 from mergedarts.runtime import attach
-from tests.tiny import D, FAMILIES, final_correction, mixed_batch, random_site, slow_final, slow_logits, tiny
+from tests.tiny import FAMILIES, D, final_correction, mixed_batch, random_site, slow_final, slow_logits, tiny
 
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2}
 
@@ -181,7 +181,9 @@ def deep_correction(model, seed):
     smooth = Position("smooth", 3, 6)
     sites = {
         layers[0][0]: random_site("residual", D, D, seed, smooth, relu=False),
-        f"{layers[1][0]}.{linear}": random_site("linear", module.in_features, module.out_features, seed + 1, None, False),
+        f"{layers[1][0]}.{linear}": random_site(
+            "linear", module.in_features, module.out_features, seed + 1, None, False
+        ),
         layers[2][0]: random_site("residual", D, D, seed + 2, Position("table", 1), relu=False),
         "final": random_site("final", D, D, seed + 3, Position("table", 4), relu=True),
     }

@@ -100,8 +100,12 @@ class FitSettings(Settings):
 
     method: Literal["closed-form", "adam"] = "closed-form"
     objective: Literal["states", "kl"] = Field("states", description="what a fit at the final site lowers")
+    metric: Literal["auto", "fisher", "states"] = Field(
+        "auto", description="closed form: errors count by what they do to the expert's predictions, or all alike"
+    )
+    ridge: float | None = Field(None, ge=0, description="strength of the ridge; chosen by held-out folds if not given")
     top_k: int = Field(256, ge=1, description="expert's likeliest tokens kept for `objective: kl`")
-    loss: Literal["ewl1", "l1"] = "ewl1"
+    loss: Literal["auto", "ewl1", "l1"] = Field("auto", description="token weights; auto leaves them to the metric")
     gamma: float | None = Field(None, ge=0, le=4, description="ewl1: a token weighs its entropy to this power")
     prompt_weight: float | None = Field(None, ge=0, le=1, description="weight of tokens before the response")
     steps: int = Field(500, ge=1, le=1_000_000)

@@ -41,7 +41,7 @@ class Position:
 
 
 class SiteCorrection(nn.Module):
-    """What is subtracted at one site: h' = h - up act(down x) - bias(p).
+    """What is subtracted at one site: h' = h - up act(down x + inner(p)) - bias(p).
 
     At `residual` and `final` sites x is h itself, [..., d]; at a `linear` site x is the input of the linear layer and h
     its output. `act` is the identity or, as in Representation Surgery, a ReLU.
@@ -49,6 +49,7 @@ class SiteCorrection(nn.Module):
     Attributes:
         down: [r, d_in], up: [d_out, r]; both None where there is no low-rank part.
         position_bias: [size, d_out]; rows of a table or weights of smooth functions; None where there is no bias.
+        position_inner: [size, r], the same inside the low-rank part, where a position costs r parameters and not d.
     """
 
     def __init__(
@@ -59,16 +60,18 @@ class SiteCorrection(nn.Module):
         bias: torch.Tensor | None = None,
         position: Position | None = None,
         relu: bool = False,
+        inner: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        if (down is None) != (up is None) or (bias is None) != (position is None):
-            raise ValueError("down goes with up, and bias with position")
+        if (down is None) != (up is None) or (position is None) != (bias is None and inner is None):
+            raise ValueError("down goes with up, and a bias with a position")
         self.kind: Kind = kind
         self.relu = relu
         self.position = position
         self.down = None if down is None else nn.Parameter(down)
         self.up = None if up is None else nn.Parameter(up)
         self.position_bias = None if bias is None else nn.Parameter(bias)
+        self.position_inner = None if inner is None else nn.Parameter(inner)
 
     @property
     def rank(self) -> int:
@@ -78,19 +81,22 @@ class SiteCorrection(nn.Module):
         """Corrected h [..., d_out] from h, x [..., d_in] and positions [...] (needed only where there is a bias)."""
         if self.down is not None and self.up is not None:
             inner = nn.functional.linear(x.to(self.down.dtype), self.down)
+            if self.position_inner is not None:
+                inner = inner + self._at(self.position_inner, positions)
             h = h - nn.functional.linear(inner.relu() if self.relu else inner, self.up).to(h.dtype)
         if self.position_bias is not None:
-            assert positions is not None
-            h = h - self.bias_at(positions).to(h.dtype)
+            h = h - self._at(self.position_bias, positions).to(h.dtype)
         return h
 
-    def bias_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """The bias at some positions: [..., d_out]."""
+    def _at(self, weight: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """The value at some positions [...] of rows or weights [size, n]: [..., n]."""
         assert self.position is not None
-        assert self.position_bias is not None
+        if self.position.size == 1:
+            return weight[0]
+        assert positions is not None
         if self.position.form == "table":
-            return self.position_bias[positions.clamp(min=0, max=self.position.size - 1)]
-        return self.position.basis(positions).to(self.position_bias.dtype) @ self.position_bias
+            return weight[positions.clamp(min=0, max=self.position.size - 1)]
+        return self.position.basis(positions).to(weight.dtype) @ weight
 
 
 class Correction(nn.Module):
@@ -120,12 +126,19 @@ def save_corrections(folder: Path, corrections: dict[str, Correction]) -> dict[s
         described[domain] = []
         for name, site in correction.items():
             prefix = domain if name == "final" else f"{domain}.{name}"
-            parts = {"down.weight": site.down, "up.weight": site.up, "position_bias": site.position_bias}
+            parts = {
+                "down.weight": site.down,
+                "up.weight": site.up,
+                "position_bias": site.position_bias,
+                "position_inner": site.position_inner,
+            }
             tensors |= {f"{prefix}.{key}": value for key, value in parts.items() if value is not None}
             entry: dict[str, Any] = {"site": name, "kind": site.kind, "rank": site.rank, "relu": site.relu}
             if site.position is not None:
                 p = site.position
                 entry["position"] = {"form": p.form, "size": p.size, "last": p.last}
+                entry["inner"] = site.position_inner is not None
+                entry["bias"] = site.position_bias is not None
             described[domain].append(entry)
     bad = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
     if bad:
@@ -151,7 +164,8 @@ def load_corrections(folder: Path, described: dict[str, Any]) -> dict[str, Corre
                     entry["kind"],
                     down=tensors.pop(f"{prefix}.down.weight") if entry["rank"] else None,
                     up=tensors.pop(f"{prefix}.up.weight") if entry["rank"] else None,
-                    bias=tensors.pop(f"{prefix}.position_bias") if at else None,
+                    bias=tensors.pop(f"{prefix}.position_bias") if at and entry["bias"] else None,
+                    inner=tensors.pop(f"{prefix}.position_inner") if at and entry["inner"] else None,
                     position=Position(at["form"], at["size"], at["last"]) if at else None,
                     relu=entry["relu"],
                 )

@@ -108,7 +108,7 @@ def _measure(
     for domain in job.domains:
         given = Domain(expert="", prompts=str(testbed.prompts(domain.name, "eval")), samples=examples)
         held = with_eval_prompts(job, domain, read_examples(given, domain.name, Path.cwd()))
-        domains.append(run_expert(job, held, []))
+        domains.append(run_expert(job, held, [])[0])
     model: PreTrainedModel | None = None
     for domain in domains:
         model = run_merged(job, domain, model)

@@ -122,6 +122,12 @@ class Readout:
         self, states: torch.Tensor, head: tuple[torch.Tensor, torch.Tensor | None] | None = None
     ) -> torch.Tensor:
         """Logits [n, vocabulary] in float32 of states [n, d]; by another model's head where `head` is given."""
+        return self.logits(states, head)
+
+    def logits(
+        self, states: torch.Tensor, head: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    ) -> torch.Tensor:
+        """The same, differentiable."""
         own = self._model.get_output_embeddings()
         weight = own.weight if head is None else head[0]
         states = states[None].to(device=own.weight.device, dtype=own.weight.dtype)

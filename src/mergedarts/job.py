@@ -109,11 +109,12 @@ def with_eval_prompts(job: Job, domain: DomainJob, examples: list[Example]) -> D
     return replace(domain, prompts=prompts, unanswered=())
 
 
-def run_expert(job: Job, domain: DomainJob, layers: list[int]) -> DomainJob:
+def run_expert(job: Job, domain: DomainJob, layers: list[int]) -> tuple[DomainJob, PreTrainedModel | None]:
     """Make sure the store holds the expert's features; the expert is loaded only where something is missing.
 
     Returns:
-        The domain, its prompts followed by the expert's continuations where they had no response.
+        The domain, its prompts followed by the expert's continuations where they had no response, and the expert
+        where it was loaded.
     """
     model: PreTrainedModel | None = None
     if domain.unanswered and domain.rollout:
@@ -139,7 +140,7 @@ def run_expert(job: Job, domain: DomainJob, layers: list[int]) -> DomainJob:
         model = model or job.load(domain.expert)
         features.keep_head(model, store)
         features.collect(model, domain.prompts, store, f"{domain.name}: expert", missing, entropies=True)
-    return domain
+    return domain, model
 
 
 def run_merged(job: Job, domain: DomainJob, model: PreTrainedModel | None) -> PreTrainedModel | None:

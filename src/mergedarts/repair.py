@@ -20,7 +20,7 @@ from .correction import Correction
 from .errors import UserError
 from .features import Readout
 from .files import check_replaceable
-from .fit import fit_domain, layers_needed
+from .fit import expert_metric, fit_domain, layers_needed
 from .heldout import HeldOut
 from .job import DomainJob, Job, check_lengths, prepare, run_expert, run_merged
 from .measures import TokenMeasures, bootstrap
@@ -67,10 +67,13 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
     with clock.stage("prepare"):
         job = prepare(run, base or Path.cwd())
     with clock.stage("expert features"):
-        layers = layers_needed(job)
-        domains = [run_expert(job, domain, layers) for domain in job.domains]
-        for domain in domains:
-            check_lengths(domain)
+        domains = []
+        for domain in job.domains:
+            ready, expert = run_expert(job, domain, layers_needed(job))
+            check_lengths(ready)
+            expert_metric(job, ready, split_of(job, ready)[0], expert)
+            domains.append(ready)
+            del expert
     config, corrections = _repair(job, domains, clock)
     config["seconds"] = clock.seconds
     unimproved = [name for name, d in config["domains"].items() if not d["shipped"]]
@@ -94,9 +97,9 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
     corrections: dict[str, Correction] = {}
     described: dict[str, Any] = {}
     for domain in domains:
-        fitted, held = split(len(domain.prompts.sequences), run.fit.holdout, run.fit.seed)
+        fitted, held = split_of(job, domain)
         with clock.stage("fit"):
-            result = fit_domain(job, domain, model, readout, fitted)
+            result = fit_domain(job, domain, model, readout, fitted, held)
         with clock.stage("held-out check"):
             shipped, table = _check(job, domain, model, readout, held, result.correction)
         if shipped:
@@ -136,6 +139,11 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
         "settings": run.model_dump(mode="json", exclude={"domains"}),
     }
     return config, corrections
+
+
+def split_of(job: Job, domain: DomainJob) -> tuple[list[int], list[int]]:
+    """The sequences a domain is fitted on, and those it is checked on."""
+    return split(len(domain.prompts.sequences), job.run.fit.holdout, job.run.fit.seed)
 
 
 def _check(

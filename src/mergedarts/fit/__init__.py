@@ -5,38 +5,54 @@ Knows which features each method needs and hands them over; the methods live in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..correction import Correction, Position
 from ..features import Readout
 from ..job import DomainJob, Job
+from ..models import load_config, parameter_count
 from .adam import fit_adam
+from .fisher import collect_fisher
 from .losses import token_weights
+from .plan import FitResult, closed_form, fisher_name, layers_of, wants_depth, wants_fisher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
-class FitResult:
-    """A correction, what was chosen on the way, and what a user should know of it."""
-
-    correction: Correction
-    choices: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
 def layers_needed(job: Job) -> list[int]:
     """Decoder layers whose states of the expert a fit reads."""
-    return []
+    return layers_of(job, load_config(job.merged).num_hidden_layers) if wants_depth(job) else []
 
 
-def fit_domain(job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, fitted: list[int]) -> FitResult:
+def expert_metric(job: Job, domain: DomainJob, fitted: list[int], expert: PreTrainedModel | None) -> None:
+    """Make sure the store holds the Fisher metric of each layer a fit corrects; loads the expert where it must."""
+    if not wants_fisher(job):
+        return
+    store = job.store(domain.expert_print, domain.prompts)
+    missing = [i for i in layers_needed(job) if not store.has(fisher_name(fitted, i))]
+    if missing:
+        collect_fisher(
+            expert or job.load(domain.expert), domain.prompts, fitted, missing, store,
+            partial(fisher_name, fitted), job.run.fit.seed, f"{domain.name}: expert's metric",
+        )  # fmt: skip
+
+
+def fit_domain(
+    job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, fitted: list[int], held: list[int]
+) -> FitResult:
     """Fit one domain's correction on some of its sequences; the features must be in the store."""
-    return _adam(job, domain, fitted)
+    if job.run.fit.method == "adam":
+        return _adam(job, domain, fitted)
+    return closed_form(job, domain, model, readout, fitted, held, share_of_budget(job, model))
+
+
+def share_of_budget(job: Job, model: PreTrainedModel) -> int:
+    """Parameters that one domain may add."""
+    return int(job.run.budget * parameter_count(model) / len(job.domains))
 
 
 def _adam(job: Job, domain: DomainJob, fitted: list[int]) -> FitResult:
@@ -47,7 +63,7 @@ def _adam(job: Job, domain: DomainJob, fitted: list[int]) -> FitResult:
     weights = token_weights(
         expert.load("entropy")["entropy"][mine],
         torch.from_numpy(prompts.predicts())[mine],
-        fit.loss,
+        "l1" if fit.loss == "l1" else "ewl1",
         1.0 if fit.gamma is None else fit.gamma,
         1.0 if fit.prompt_weight is None else fit.prompt_weight,
     )

@@ -1,0 +1,285 @@
+"""Weighted reduced-rank ridge regression with an exact solution, and its reweighted passes towards the L1 geometry.
+
+Knows sufficient statistics and linear algebra in float64; runs no model and reads no files.
+
+With features x [d_in], position functions f [k] and target D = h* - h [d_out], the fit minimises over L of rank r and F
+
+    sum_t w_t (D_t - L'x_t - F'f_t)' M (D_t - L'x_t - F'f_t) + ridge sum_j s_j |M^(1/2) L_j|^2,   s_j = sum_t w_t x~_tj^2
+
+where x~ is x less its regression on f, and M the metric of the output. With `inside`, (L, F) together have rank r, so a
+position costs r parameters and not d_out; otherwise F is free. The rank-r solution is the ridge solution
+projected on the leading eigenvectors of its fitted values in the metric M (Izenman 1975; with ridge Mukherjee & Zhu
+2011), exact because the penalty is a quadratic form in the metric of the inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..correction import Kind, Position, SiteCorrection
+
+#: Condition number of the scaled input matrix beyond which a float64 solve from bf16 features is not to be trusted.
+MAX_CONDITION = 1e9
+
+
+@dataclass
+class Statistics:
+    """Sums over tokens, all float64: what a fit needs to know of them. They add and subtract.
+
+    Attributes:
+        xx: [d_in + k, d_in + k] of (x, f) with itself, weighted.
+        xd: [d_in + k, d_out] of (x, f) with D.
+        dd: [d_out, d_out] of D with itself.
+        weight: sum of weights.
+        functions: k, the number of position functions at the end of xx.
+    """
+
+    xx: torch.Tensor
+    xd: torch.Tensor
+    dd: torch.Tensor
+    weight: float
+    functions: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor, f: torch.Tensor, d: torch.Tensor, weights: torch.Tensor) -> Statistics:
+        """Of tokens x [n, d_in], functions f [n, k], targets d [n, d_out] and weights [n]."""
+        phi = torch.cat([x.float(), f.to(x.device).float()], 1)
+        scaled = phi * weights.to(phi)[:, None]
+        target = d.float()
+        # Products in float32 over at most a few thousand tokens, sums of them in float64.
+        xx, xd, dd = (
+            torch.zeros(a, b, dtype=torch.float64)
+            for a, b in ((phi.shape[1], phi.shape[1]), (phi.shape[1], d.shape[1]), (d.shape[1], d.shape[1]))
+        )
+        for p, s, t, w in zip(
+            phi.split(2048), scaled.split(2048), target.split(2048), weights.to(phi).split(2048), strict=True
+        ):
+            xx += (s.T @ p).double().cpu()
+            xd += (s.T @ t).double().cpu()
+            dd += ((t * w[:, None]).T @ t).double().cpu()
+        return cls((xx + xx.T) / 2, xd, (dd + dd.T) / 2, float(weights.double().sum()), f.shape[1])
+
+    def __add__(self, other: Statistics) -> Statistics:
+        return Statistics(
+            self.xx + other.xx, self.xd + other.xd, self.dd + other.dd, self.weight + other.weight, self.functions
+        )
+
+    def __sub__(self, other: Statistics) -> Statistics:
+        return Statistics(
+            self.xx - other.xx, self.xd - other.xd, self.dd - other.dd, self.weight - other.weight, self.functions
+        )
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """The full-rank ridge solution of some statistics, from which that of any rank is read off.
+
+    Attributes:
+        full: [d_in, d_out] map from x~ to the predicted D.
+        free: [k, d_out] map from f to it, for functions inside the rank; None where they are outside.
+        centre: [d_in, k] the regression of x on f.
+        gains: [d_out] decrease of the penalised weighted error in the metric by each further rank, falling.
+        basis: [d_out, d_out] eigenvectors that go with the gains, in the whitened metric.
+        root: [d_out, d_out] upper triangular, root' root the metric.
+        condition: condition number of the scaled input matrix that was solved.
+        helped: whether the ridge was raised because the matrix could not be solved otherwise.
+    """
+
+    statistics: Statistics
+    full: torch.Tensor
+    free: torch.Tensor | None
+    centre: torch.Tensor
+    gains: torch.Tensor
+    basis: torch.Tensor
+    root: torch.Tensor
+    condition: float
+    helped: bool
+
+    def at_rank(self, rank: int) -> Solution:
+        """The solution of rank r."""
+        vectors = self.basis[:, :rank]
+        down = vectors.T @ self.root @ self.full.T
+        up = torch.linalg.solve_triangular(self.root, vectors, upper=True)
+        s = self.statistics
+        n = s.xx.shape[0] - s.functions
+        if self.free is not None:
+            return Solution(down, up, inner=(vectors.T @ self.root @ self.free.T - down @ self.centre).T)
+        if s.functions == 0:
+            return Solution(down, up)
+        gram = _pinv(s.xx[n:, n:])
+        return Solution(down, up, functions=gram @ (s.xd[n:] - s.xx[n:, :n] @ down.T @ up.T))
+
+
+@dataclass(frozen=True)
+class Solution:
+    """D ~ up (down x + inner' f) + functions' f, float64; inner [k, r] and functions [k, d_out] may be missing."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    functions: torch.Tensor | None = None
+    inner: torch.Tensor | None = None
+
+    def dense(self, k: int) -> torch.Tensor:
+        """[d_in + k, d_out] the same as one map of (x, f)."""
+        of_f = torch.zeros(k, self.up.shape[0], dtype=torch.float64)
+        if self.functions is not None:
+            of_f = of_f + self.functions
+        if self.inner is not None:
+            of_f = of_f + self.inner @ self.up.T
+        return torch.cat([self.down.T @ self.up.T, of_f])
+
+    def site(self, kind: Kind, position: Position | None) -> SiteCorrection:
+        """As what is subtracted: h' = h - (-up) (down x + inner' f) - (-functions)' f."""
+        some = self.down.shape[0] > 0
+        return SiteCorrection(
+            kind,
+            self.down.float() if some else None,
+            -self.up.float() if some else None,
+            None if self.functions is None else -self.functions.float(),
+            position if self.functions is not None or (self.inner is not None and some) else None,
+            inner=self.inner.float() if self.inner is not None and some else None,
+        )
+
+
+def _pinv(gram: torch.Tensor) -> torch.Tensor:
+    """Inverse of the position functions' Gram matrix; they are dependent where few positions were seen."""
+    inverse: torch.Tensor = torch.linalg.pinv(gram, rtol=1e-10, hermitian=True)
+    return inverse
+
+
+def solve(statistics: Statistics, ridge: float, metric: torch.Tensor | None = None, inside: bool = False) -> Ridge:
+    """The ridge solution in the metric of the output.
+
+    Args:
+        statistics: of the tokens to fit on.
+        ridge: strength relative to each input's own power, so that outlier dimensions are not favoured.
+        metric: [d_out, d_out] positive definite float64; None for the Euclidean one.
+        inside: whether the position functions share the rank of the low-rank part.
+    """
+    s = statistics
+    k = s.functions
+    n = s.xx.shape[0] - k
+    xx, xd = s.xx[:n, :n], s.xd[:n]
+    centre = torch.zeros(n, 0, dtype=torch.float64)
+    free: torch.Tensor | None = None
+    if k:
+        cross, inverse = s.xx[:n, n:], _pinv(s.xx[n:, n:])
+        centre = cross @ inverse
+        xx = xx - centre @ cross.T
+        xd = xd - centre @ s.xd[n:]
+        free = inverse @ s.xd[n:] if inside else None
+    power = xx.diagonal().clamp(min=0)
+    floor = torch.finfo(torch.float64).tiny
+    # A constant input carries nothing beyond the position functions: it is left out by a unit scale and a zero row.
+    dead = power <= 1e-12 * s.xx.diagonal()[:n].clamp(min=floor)
+    scale = torch.where(dead, torch.ones_like(power), power.clamp(min=floor).sqrt())
+    scaled = xx / scale[:, None] / scale[None, :]
+    right = xd / scale[:, None]
+    scaled[dead, :], scaled[:, dead], right[dead] = 0.0, 0.0, 0.0
+    scaled.diagonal().add_(torch.where(dead, torch.ones_like(power), torch.full_like(power, ridge)))
+    values = torch.linalg.eigvalsh(scaled)
+    condition = float(values[-1] / values[0].clamp(min=floor)) if values[0] > 0 else float("inf")
+    helped = condition > MAX_CONDITION
+    if helped:
+        lift = values[-1] / MAX_CONDITION
+        scaled.diagonal().add_(lift - values[0].clamp(max=0))
+    factor = torch.linalg.cholesky(scaled)
+    half = torch.linalg.solve_triangular(factor, right, upper=False)
+    full = torch.cholesky_solve(right, factor) / scale[:, None]
+    root = _root(metric, s.xd.shape[1])
+    fitted = half.T @ half
+    if free is not None:
+        fitted = fitted + free.T @ s.xx[n:, n:] @ free
+    fitted = root @ fitted @ root.T
+    gains, basis = torch.linalg.eigh((fitted + fitted.T) / 2)
+    return Ridge(s, full, free, centre, gains.flip(0).clamp(min=0), basis.flip(1), root, condition, helped)
+
+
+def _root(metric: torch.Tensor | None, width: int) -> torch.Tensor:
+    if metric is None:
+        return torch.eye(width, dtype=torch.float64)
+    return torch.linalg.cholesky(metric).T
+
+
+def regularised(metric: torch.Tensor, share: float = 0.02) -> torch.Tensor:
+    """A metric estimated from few tokens, with `share` of its mean eigenvalue added to each."""
+    mean = metric.diagonal().mean()
+    if mean <= 0:
+        return torch.eye(metric.shape[0], dtype=torch.float64)
+    return metric + share * mean * torch.eye(metric.shape[0], dtype=torch.float64)
+
+
+def error(statistics: Statistics, dense: torch.Tensor, metric: torch.Tensor | None) -> float:
+    """Weighted squared error, a token, of a map [d_in + k, d_out] of (x, f) in a metric.
+
+    From the statistics alone, so that held-out folds are scored without their tokens.
+    """
+    s = statistics
+    residual = s.dd - dense.T @ s.xd - s.xd.T @ dense + dense.T @ s.xx @ dense
+    value = residual.diagonal().sum() if metric is None else (metric * residual).sum()
+    return float(value) / max(s.weight, 1e-300)
+
+
+def choose_ridge(
+    folds: list[Statistics], ridges: tuple[float, ...], rank: int, metric: torch.Tensor | None, inside: bool = False
+) -> tuple[float, dict[float, float]]:
+    """The ridge of least held-out error over folds (whole sequences each); a fold's statistics are subtracted.
+
+    Returns:
+        The ridge, and the held-out error of each relative to no correction.
+    """
+    whole = sum(folds[1:], start=folds[0])
+    scores: dict[float, float] = {}
+    for ridge in ridges:
+        total, base = 0.0, 0.0
+        for fold in folds:
+            if fold.weight <= 0 or whole.weight - fold.weight <= 0:
+                continue
+            dense = solve(whole - fold, ridge, metric, inside).at_rank(rank).dense(fold.functions)
+            total += fold.weight * error(fold, dense, metric)
+            base += fold.weight * error(fold, torch.zeros_like(dense), metric)
+        scores[ridge] = total / base if base > 0 else 1.0
+    return min(scores, key=lambda r: (scores[r], -r)), scores
+
+
+def reweighted(
+    x: torch.Tensor, f: torch.Tensor, d: torch.Tensor, weights: torch.Tensor, down: torch.Tensor, passes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Refit `up` and the position functions to the weighted L1 loss for a given `down`, by reweighted least squares.
+
+    Each output coordinate has its own weights w_t / max(|residual|, eps) (iteratively reweighted least squares; eps
+    falls with the passes), so the limit is the minimum of `sum_t w_t |D_t - up down x_t - F'f_t|_1`, which is convex.
+
+    Args:
+        x: [n, d_in], f: [n, k], d: [n, d_out], weights: [n], down: [r, d_in].
+        passes: number of reweighted solves.
+
+    Returns:
+        up [d_out, r], functions [k, d_out], float64.
+    """
+    z = torch.cat([x.double() @ down.T.to(x.device), f.double()], 1)
+    target, w = d.double(), weights.double()
+    size = z.shape[1]
+    start = torch.linalg.lstsq(z * w.sqrt()[:, None], target * w.sqrt()[:, None], driver="gelsd").solution
+    coefficients = start
+    spread = (target - z @ coefficients).abs().mean().clamp(min=1e-300)
+    eye = torch.eye(size, dtype=torch.float64, device=z.device)
+    for step in range(passes):
+        eps = spread * max(1e-8, 0.3 * 0.5**step)
+        inverse = w[:, None] / (target - z @ coefficients).abs().clamp(min=float(eps))
+        columns = []
+        for block in range(0, target.shape[1], 64):
+            v = inverse[:, block : block + 64]
+            gram = torch.einsum("ni,nj,nc->cij", z, z, v) if size <= 64 else _grams(z, v)
+            right = torch.einsum("ni,nc->ci", z, v * target[:, block : block + 64])
+            jitter = 1e-10 * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * eye
+            columns.append(torch.linalg.solve(gram + jitter, right).T)
+        coefficients = torch.cat(columns, 1)
+    rank = down.shape[0]
+    return coefficients[:rank].T.cpu(), coefficients[rank:].cpu()
+
+
+def _grams(z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(z * v[:, c : c + 1]).T @ z for c in range(v.shape[1])])
