@@ -67,6 +67,11 @@ class PositionForm(Settings):
             raise ValueError(f"'{self.form}' needs a size of at least 1, such as '{self.form}: 8'")
         return self
 
+    @property
+    def label(self) -> str:
+        """As a run file says it."""
+        return f"{self.form}: {self.size}" if self.form in ("smooth", "table") else self.form
+
 
 class EverySite(Settings):
     every: int = Field(ge=1)

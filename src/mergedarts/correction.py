@@ -68,10 +68,10 @@ class SiteCorrection(nn.Module):
         self.kind: Kind = kind
         self.relu = relu
         self.position = position
-        self.down = None if down is None else nn.Parameter(down)
-        self.up = None if up is None else nn.Parameter(up)
-        self.position_bias = None if bias is None else nn.Parameter(bias)
-        self.position_inner = None if inner is None else nn.Parameter(inner)
+        self.down = None if down is None else nn.Parameter(down.contiguous())
+        self.up = None if up is None else nn.Parameter(up.contiguous())
+        self.position_bias = None if bias is None else nn.Parameter(bias.contiguous())
+        self.position_inner = None if inner is None else nn.Parameter(inner.contiguous())
 
     @property
     def rank(self) -> int:

@@ -144,6 +144,17 @@ class Readout:
         return logits[0].float()
 
     @property
+    def head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight [vocabulary, d] and bias of the output embedding."""
+        return head_parameters(self._model)
+
+    def is_plain(self, states: torch.Tensor) -> bool:
+        """Whether logits are the output embedding's product alone, on some states [n, d]."""
+        weight, bias = self.head
+        plain = nn.functional.linear(states.to(weight), weight, bias).float()
+        return torch.allclose(plain, self(states), atol=1e-2, rtol=1e-2)
+
+    @property
     def chunk(self) -> int:
         """Tokens at a time for which a [tokens, vocabulary] tensor is small."""
         rows: int = self._model.get_output_embeddings().weight.shape[0]

@@ -62,6 +62,10 @@ class Job:
     def store(self, fingerprint_: str, prompts: PromptSet) -> FeatureStore:
         return FeatureStore(fingerprint_, prompts.digest, self.dtype)
 
+    def weights_store(self, domain: DomainJob) -> FeatureStore:
+        """The store of an expert's weights, which do not depend on prompts."""
+        return FeatureStore(domain.expert_print, "weights", self.dtype)
+
     def load(self, ref: ModelRef) -> PreTrainedModel:
         """Load a model after letting go of what was loaded before."""
         gc.collect()

@@ -40,6 +40,7 @@ class LayerRunner:
 
     Attributes:
         states: [tokens, d] the stream after `depth` layers, in flat token order; may be replaced by corrected ones.
+        current: while a layer runs, which places of the batch [B, T] are real tokens, and their flat indices.
     """
 
     def __init__(self, model: PreTrainedModel, prompts: PromptSet) -> None:
@@ -53,6 +54,7 @@ class LayerRunner:
         ]
         self._outputs = self._check()
         self.depth = 0
+        self.current: tuple[torch.Tensor, torch.Tensor] = (torch.zeros(0, dtype=torch.bool), torch.zeros(0))
         self.states = self._first()
 
     @torch.inference_mode()
@@ -105,21 +107,33 @@ class LayerRunner:
         assert flat is not None
         return flat
 
-    @torch.inference_mode()
     def step(self) -> Iterator[int]:
-        """Run the next layer over all sequences; yields the tokens done as it goes."""
+        """Run the next layer over all sequences and move on; yields the tokens done as it goes."""
         out = torch.empty_like(self.states)
+        yield from self._layer(out)
+        self.states = out
+        self.depth += 1
+
+    def peek(self) -> Iterator[int]:
+        """Run the next layer over all sequences for what hooks on its parts see; the states stay."""
+        yield from self._layer(None)
+
+    @torch.inference_mode()
+    def _layer(self, out: torch.Tensor | None) -> Iterator[int]:
         for batch, rows in zip(self._batches, self._rows, strict=True):
             ids = padded(self._prompts, batch, self._device)
             state = torch.zeros(*ids.shape, self.states.shape[1], dtype=self.states.dtype, device=self._device)
             for row, where in enumerate(rows):
                 state[row, : where.stop - where.start] = self.states[where].to(self._device)
+            real = torch.zeros(ids.shape, dtype=torch.bool)
+            for row, where in enumerate(rows):
+                real[row, : where.stop - where.start] = True
+            self.current = (real, torch.cat([torch.arange(where.start, where.stop) for where in rows]))
             state = self._run(self.depth, ids, state)
             for row, where in enumerate(rows):
-                out[where] = state[row, : where.stop - where.start].cpu()
+                if out is not None:
+                    out[where] = state[row, : where.stop - where.start].cpu()
             yield sum(where.stop - where.start for where in rows)
-        self.states = out
-        self.depth += 1
 
     def _run(self, depth: int, ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The output of one layer on a batch's hidden states [B, T, d]."""

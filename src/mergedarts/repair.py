@@ -20,7 +20,7 @@ from .correction import Correction
 from .errors import UserError
 from .features import Readout
 from .files import check_replaceable
-from .fit import expert_metric, fit_domain, layers_needed
+from .fit import expert_extras, fit_domain, layers_needed
 from .heldout import HeldOut
 from .job import DomainJob, Job, check_lengths, prepare, run_expert, run_merged
 from .measures import TokenMeasures, bootstrap
@@ -71,7 +71,7 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
         for domain in job.domains:
             ready, expert = run_expert(job, domain, layers_needed(job))
             check_lengths(ready)
-            expert_metric(job, ready, split_of(job, ready)[0], expert)
+            expert_extras(job, ready, split_of(job, ready)[0], expert)
             domains.append(ready)
             del expert
     config, corrections = _repair(job, domains, clock)
@@ -99,7 +99,7 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
     for domain in domains:
         fitted, held = split_of(job, domain)
         with clock.stage("fit"):
-            result = fit_domain(job, domain, model, readout, fitted, held)
+            result = fit_domain(job, domain, model, readout, fitted)
         with clock.stage("held-out check"):
             shipped, table = _check(job, domain, model, readout, held, result.correction)
         if shipped:

@@ -16,8 +16,9 @@ from ..job import DomainJob, Job
 from ..models import load_config, parameter_count
 from .adam import fit_adam
 from .fisher import collect_fisher
+from .linear import WEIGHTS, keep_weights
 from .losses import token_weights
-from .plan import FitResult, closed_form, fisher_name, layers_of, wants_depth, wants_fisher
+from .plan import FitResult, closed_form, fisher_name, layers_of, wants_depth, wants_fisher, wants_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,8 +29,14 @@ def layers_needed(job: Job) -> list[int]:
     return layers_of(job, load_config(job.merged).num_hidden_layers) if wants_depth(job) else []
 
 
-def expert_metric(job: Job, domain: DomainJob, fitted: list[int], expert: PreTrainedModel | None) -> None:
-    """Make sure the store holds the Fisher metric of each layer a fit corrects; loads the expert where it must."""
+def expert_extras(job: Job, domain: DomainJob, fitted: list[int], expert: PreTrainedModel | None) -> None:
+    """Make sure the store holds what a fit reads of the expert beside its states: metrics of layers, linear weights.
+
+    Loads the expert where something is missing and it is not at hand.
+    """
+    if wants_weights(job) and not job.weights_store(domain).has(WEIGHTS):
+        expert = expert or job.load(domain.expert)
+        keep_weights(expert, job.weights_store(domain))
     if not wants_fisher(job):
         return
     store = job.store(domain.expert_print, domain.prompts)
@@ -41,13 +48,11 @@ def expert_metric(job: Job, domain: DomainJob, fitted: list[int], expert: PreTra
         )  # fmt: skip
 
 
-def fit_domain(
-    job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, fitted: list[int], held: list[int]
-) -> FitResult:
+def fit_domain(job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, fitted: list[int]) -> FitResult:
     """Fit one domain's correction on some of its sequences; the features must be in the store."""
     if job.run.fit.method == "adam":
         return _adam(job, domain, fitted)
-    return closed_form(job, domain, model, readout, fitted, held, share_of_budget(job, model))
+    return closed_form(job, domain, model, readout, fitted, share_of_budget(job, model))
 
 
 def share_of_budget(job: Job, model: PreTrainedModel) -> int:

@@ -4,7 +4,7 @@ Knows sufficient statistics and linear algebra in float64; runs no model and rea
 
 With features x [d_in], position functions f [k] and target D = h* - h [d_out], the fit minimises over L of rank r and F
 
-    sum_t w_t (D_t - L'x_t - F'f_t)' M (D_t - L'x_t - F'f_t) + ridge sum_j s_j |M^(1/2) L_j|^2,   s_j = sum_t w_t x~_tj^2
+    sum_t w_t (D_t - L'x_t - F'f_t)' M (D_t - L'x_t - F'f_t) + ridge sum_j s_j |M^(1/2) L_j|^2,  s_j = sum_t w_t x~_tj^2
 
 where x~ is x less its regression on f, and M the metric of the output. With `inside`, (L, F) together have rank r, so a
 position costs r parameters and not d_out; otherwise F is free. The rank-r solution is the ridge solution
@@ -60,6 +60,13 @@ class Statistics:
             xd += (s.T @ t).double().cpu()
             dd += ((t * w[:, None]).T @ t).double().cpu()
         return cls((xx + xx.T) / 2, xd, (dd + dd.T) / 2, float(weights.double().sum()), f.shape[1])
+
+    def penalised(self, penalty: torch.Tensor) -> Statistics:
+        """With a ridge [k] on the position functions, in units of weight."""
+        xx = self.xx.clone()
+        n = len(xx) - self.functions
+        xx[n:, n:].diagonal().add_(penalty)
+        return Statistics(xx, self.xd, self.dd, self.weight, self.functions)
 
     def __add__(self, other: Statistics) -> Statistics:
         return Statistics(
@@ -217,7 +224,7 @@ def error(statistics: Statistics, dense: torch.Tensor, metric: torch.Tensor | No
     From the statistics alone, so that held-out folds are scored without their tokens.
     """
     s = statistics
-    residual = s.dd - dense.T @ s.xd - s.xd.T @ dense + dense.T @ s.xx @ dense
+    residual: torch.Tensor = s.dd - dense.T @ s.xd - s.xd.T @ dense + dense.T @ s.xx @ dense
     value = residual.diagonal().sum() if metric is None else (metric * residual).sum()
     return float(value) / max(s.weight, 1e-300)
 
@@ -277,7 +284,7 @@ def reweighted(
             jitter = 1e-10 * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * eye
             columns.append(torch.linalg.solve(gram + jitter, right).T)
         coefficients = torch.cat(columns, 1)
-    rank = down.shape[0]
+    rank: int = down.shape[0]
     return coefficients[:rank].T.cpu(), coefficients[rank:].cpu()
 
 

@@ -10,20 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import EverySite
-from ..correction import Correction, Position
+from ..config import EverySite, PositionForm
+from ..correction import Correction
 from ..errors import UserError
-from ..features import Readout
+from ..features import Readout, load_head
+from ..files import digest_text
 from ..job import DomainJob, Job
-from .budget import even_ranks
+from ..store import FeatureStore
+from .budget import even_ranks, site_cost
+from .final import OPEN_FORMS as FINAL_FORMS
+from .final import FinalData, fit_final
 from .fisher import Metric, load_metric
+from .linear import fit_linear, fit_svd
 from .losses import token_weights
 from .sweep import SweepSettings, sweep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-RIDGE = 0.01
+#: Ridges tried at the probes of a sweep where the settings leave it open.
+RIDGES = (0.01, 0.1, 1.0)
+#: Position forms tried inside the rank where the settings leave them open.
+OPEN_FORMS = (PositionForm(form="constant"), PositionForm(form="smooth", size=4))
+PRIOR = 0.1
+#: Weight of prompt tokens in depth without a Fisher metric; about what one gives them in the early layers.
+DEPTH_PROMPT_WEIGHT = 0.2
 
 
 @dataclass(frozen=True)
@@ -37,12 +48,22 @@ class FitResult:
 
 def wants_depth(job: Job) -> bool:
     """Whether a run corrects the residual stream after layers."""
-    return job.run.fit.method == "closed-form" and job.run.correction.sites != "final"
+    run = job.run
+    return (
+        run.fit.method == "closed-form"
+        and run.correction.form in ("auto", "residual")
+        and run.correction.sites != "final"
+    )
 
 
 def wants_fisher(job: Job) -> bool:
     """Whether a run needs the Fisher metric of the layers."""
     return wants_depth(job) and job.run.fit.metric in ("auto", "fisher")
+
+
+def wants_weights(job: Job) -> bool:
+    """Whether a run needs the experts' linear weights beside the merged model's."""
+    return job.run.correction.form in ("linear", "svd")
 
 
 def layers_of(job: Job, count: int) -> list[int]:
@@ -62,8 +83,6 @@ def layers_of(job: Job, count: int) -> list[int]:
 
 def fisher_name(fitted: list[int], layer: int) -> str:
     """The name in the store of a layer's metric, estimated on some of the sequences."""
-    from ..files import digest_text
-
     return f"fisher-{digest_text(repr(fitted))[:12]}-{layer}"
 
 
@@ -73,24 +92,112 @@ def closed_form(
     model: PreTrainedModel,
     readout: Readout,
     fitted: list[int],
-    held: list[int],
     budget: int,
 ) -> FitResult:
-    """Fit one domain by closed form, within `budget` parameters where ranks are left open."""
-    run = job.run
-    prompts = domain.prompts.subset(fitted)
-    rows = torch.isin(torch.from_numpy(domain.prompts.sequence_index()), torch.tensor(fitted))
+    """Fit one domain by closed form, within `budget` parameters where the settings leave ranks open."""
+    correction = job.run.correction
     expert = job.store(domain.expert_print, domain.prompts)
+    data = _Tokens(job, domain, expert, fitted)
+    rank = correction.rank if isinstance(correction.rank, int) else None
+    if correction.form == "svd":
+        weights = job.weights_store(domain)
+        return FitResult(fit_svd(model, weights, budget, rank, f"{domain.name}: truncated SVD"))
+    if correction.form == "linear":
+        found = fit_linear(
+            model, domain.prompts.subset(fitted), job.weights_store(domain), data.weights(None), budget, rank,
+            PRIOR if job.run.fit.ridge is None else job.run.fit.ridge, f"{domain.name}: fit",
+        )  # fmt: skip
+        return FitResult(found)
+    if correction.sites == "final":
+        return _final(job, domain, model, readout, data, budget)
+    return _depth(job, domain, model, data, fitted, budget)
+
+
+class _Tokens:
+    """Entropies, marks and weights of the tokens a domain is fitted on."""
+
+    def __init__(self, job: Job, domain: DomainJob, expert: FeatureStore, fitted: list[int]) -> None:
+        self.rows = torch.isin(torch.from_numpy(domain.prompts.sequence_index()), torch.tensor(fitted))
+        self.expert = expert
+        self._fit = job.run.fit
+        self._deep = job.run.correction.sites != "final"
+        self._entropy = expert.load("entropy")["entropy"][self.rows]
+        self._predicts = torch.from_numpy(domain.prompts.predicts())[self.rows]
+
+    def weights(self, metric: Metric | None) -> torch.Tensor:
+        """[n] weights: by the loss asked for, and for prompt tokens by the setting or by what the metric gives them.
+
+        A Fisher metric says itself how much an undecided token matters, so it comes without entropy weights unless
+        they are asked for.
+        """
+        prompt = self._fit.prompt_weight
+        if prompt is None:
+            if metric is None:
+                # At the final site only what is generated matters; in depth a prompt's states are attended to.
+                prompt = DEPTH_PROMPT_WEIGHT if self._deep else 0.0
+            else:
+                prompt = min(1.0, metric.prompt / metric.response) if metric.response > 0 else 1.0
+        loss = self._fit.loss
+        if loss == "auto":
+            loss = "ewl1" if metric is None else "l1"
+        gamma = 0.5 if self._fit.gamma is None else self._fit.gamma
+        return token_weights(self._entropy, self._predicts, loss, gamma, prompt)
+
+
+def _final(
+    job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, data: _Tokens, budget: int
+) -> FitResult:
+    """The final site alone."""
+    correction, fit = job.run.correction, job.run.fit
+    width = model.get_output_embeddings().weight.shape[1]
+    prompts = domain.prompts
+    forms = FINAL_FORMS if correction.position_form is None else (correction.position_form,)
+    if correction.rank == "full":
+        rank = width
+    elif isinstance(correction.rank, int):
+        rank = min(correction.rank, width)
+    else:
+        largest = max(form.size or 1 for form in forms)
+        rank = max(1, min(width, (budget - largest * width) // (2 * width)))
+    tokens = FinalData(
+        job.store(job.merged_print, prompts).load("final")["hidden"][data.rows],
+        data.expert.load("final")["hidden"][data.rows],
+        data.weights(None),
+        torch.from_numpy(prompts.positions())[data.rows],
+        torch.from_numpy(prompts.sequence_index())[data.rows],
+    )
+    site, choices, notes = fit_final(
+        tokens, readout, forms=forms, rank=rank, ridge=fit.ridge,
+        metric="fisher" if fit.metric == "fisher" else "states", l1=fit.metric != "fisher", objective=fit.objective,
+        top_k=fit.top_k, expert_head=load_head(data.expert, model), title=f"{domain.name}: fit",
+    )  # fmt: skip
+    return FitResult(Correction({"final": site}), choices, notes)
+
+
+def _depth(
+    job: Job, domain: DomainJob, model: PreTrainedModel, data: _Tokens, fitted: list[int], budget: int
+) -> FitResult:
+    """The residual stream after layers."""
+    correction, fit = job.run.correction, job.run.fit
     layers = layers_of(job, model.config.get_text_config().num_hidden_layers)
     width = model.get_output_embeddings().weight.shape[1]
-    position, inside = Position("table", 1), True
-    if isinstance(run.correction.rank, int):
-        ranks = dict.fromkeys(layers, run.correction.rank)
+    inside = correction.position_form is None
+    forms = OPEN_FORMS if correction.position_form is None else (correction.position_form,)
+    if isinstance(correction.rank, int) or correction.rank == "full":
+        ranks = dict.fromkeys(layers, width if correction.rank == "full" else min(width, int(correction.rank)))
     else:
-        even = even_ranks(len(layers), width, position.size, inside, budget)
+        functions = max(0 if form.form == "none" else form.size or 1 for form in forms)
+        even = even_ranks(len(layers), width, functions, inside, budget)
         ranks = {layers[i]: rank for i, rank in even.items()}
-    entropy = expert.load("entropy")["entropy"][rows]
-    predicts = torch.from_numpy(domain.prompts.predicts())[rows]
+    if not ranks:
+        least = site_cost(width, 1, 1, inside)
+        raise UserError(
+            f"The budget leaves {budget} parameters for domain '{domain.name}', less than the {least} of one site of "
+            "rank 1; raise 'budget'."
+        )
+    sites = sorted(ranks)
+    ridges = RIDGES if fit.ridge is None else (fit.ridge,)
+    probes = (sites[0], sites[len(sites) // 2], sites[-1]) if len(ridges) > 1 or len(forms) > 1 else ()
     metrics: dict[int, Metric] = {}
 
     def metric(layer: int) -> Metric | None:
@@ -98,24 +205,16 @@ def closed_form(
             return None
         if layer not in metrics:
             metrics.clear()
-            metrics[layer] = load_metric(expert, fisher_name(fitted, layer))
+            metrics[layer] = load_metric(data.expert, fisher_name(fitted, layer))
         return metrics[layer]
 
-    def weights(layer: int) -> torch.Tensor:
-        found = metric(layer)
-        prompt = run.fit.prompt_weight
-        if prompt is None:
-            prompt = 0.0 if found is None or found.response <= 0 else min(1.0, found.prompt / found.response)
-        loss = "l1" if run.fit.loss in ("auto", "l1") else "ewl1"
-        return token_weights(entropy, predicts, loss, 0.5 if run.fit.gamma is None else run.fit.gamma, prompt)
-
-    ridge = RIDGE if run.fit.ridge is None else run.fit.ridge
     result = sweep(
-        model, prompts, lambda layer: expert.load(f"layer-{layer}")["hidden"][rows], weights, metric,
-        SweepSettings(ranks, position, inside, ridge), f"{domain.name}: fit",
+        model, domain.prompts.subset(fitted), lambda layer: data.expert.load(f"layer-{layer}")["hidden"][data.rows],
+        lambda layer: data.weights(metric(layer)), metric, SweepSettings(ranks, forms, inside, ridges, probes),
+        f"{domain.name}: fit",
     )  # fmt: skip
-    choices: dict[str, Any] = {"ranks": ranks, "ridge": ridge}
     notes = []
     if result.helped:
         notes.append(f"the inputs were too alike to solve at {len(result.helped)} site(s); the ridge was raised there.")
-    return FitResult(Correction(dict(result.correction.items())), choices, notes)
+    choices = {"metric": "fisher" if wants_fisher(job) else "states", "probes": result.chosen}
+    return FitResult(result.correction, choices, notes)

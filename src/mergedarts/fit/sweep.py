@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..correction import Correction, Position, SiteCorrection
+from ..config import PositionForm
+from ..correction import Correction, SiteCorrection
 from ..layerwise import LayerRunner
 from ..models import decoder_layers
 from ..progress import bar
 from ..prompts import PromptSet
-from .closed_form import Ridge, Statistics, regularised, solve
+from .closed_form import Ridge, Statistics, choose_ridge, regularised, solve
 from .fisher import Metric
+from .positions import functions_of, position_of, table_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+FOLDS = 3
 
 
 @dataclass(frozen=True)
@@ -31,25 +35,26 @@ class SweepSettings:
 
     Attributes:
         ranks: rank by layer; a layer that is not named has no site.
-        position: of the bias at each site, None for none.
-        inside: whether the bias shares the rank of the low-rank part.
-        ridge: relative strength.
+        forms: position forms to choose from, by the error of held-out folds.
+        inside: whether the position functions share the rank of the low-rank part.
+        ridges: relative strengths to choose from in the same way.
+        probes: layers at which the choice is made anew; the others take that of the last probe before them.
     """
 
     ranks: dict[int, int]
-    position: Position | None
+    forms: tuple[PositionForm, ...]
     inside: bool
-    ridge: float
+    ridges: tuple[float, ...]
+    probes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The correction, the gains by rank at each site (what a further rank buys), and how well the solves stood."""
+    """The correction, what was chosen at the probes, and where a solve had to help itself."""
 
     correction: Correction
-    gains: dict[int, list[float]] = field(default_factory=dict)
-    conditions: dict[int, float] = field(default_factory=dict)
-    helped: list[int] = field(default_factory=list)
+    chosen: list[dict[str, Any]] = field(default_factory=list)
+    helped: list[str] = field(default_factory=list)
 
 
 def sweep(
@@ -74,55 +79,85 @@ def sweep(
     names = [name for name, _ in decoder_layers(model)]
     runner = LayerRunner(model, prompts)
     positions = torch.from_numpy(prompts.positions())
+    sequence = torch.from_numpy(prompts.sequence_index())
     last = max(settings.ranks, default=-1)
+    result = SweepResult(Correction())
     sites: dict[str, SiteCorrection] = {}
-    gains: dict[int, list[float]] = {}
-    conditions: dict[int, float] = {}
-    helped: list[int] = []
+    form, ridge = settings.forms[0], settings.ridges[0]
     with bar(title, prompts.tokens * (last + 1)) as advance:
         for layer in range(last + 1):
             for done in runner.step():
                 advance(done)
             if layer not in settings.ranks:
                 continue
+            rank = settings.ranks[layer]
             found = metric(layer)
-            ridge = fit_site(
-                runner.states, target(layer), weights(layer), positions, settings,
-                None if found is None else regularised(found.matrix),
-            )  # fmt: skip
-            site = ridge.at_rank(settings.ranks[layer]).site("residual", settings.position)
-            sites[names[layer]] = site
-            gains[layer] = ridge.gains[:64].tolist()
-            conditions[layer] = ridge.condition
-            if ridge.helped:
-                helped.append(layer)
-            runner.states = apply_site(site, runner.states, positions)
-    return SweepResult(Correction(sites), gains, conditions, helped)
+            matrix = None if found is None else regularised(found.matrix)
+            site = Site(runner.states, target(layer), weights(layer), positions, sequence, matrix)
+            if layer in settings.probes:
+                form, ridge, errors = site.choose(settings, rank)
+                result.chosen.append({"layer": layer, "position": form.label, "ridge": ridge, "held_out_error": errors})
+            fitted, solution = site.fit(form, ridge, rank, settings.inside)
+            if solution.helped:
+                result.helped.append(names[layer])
+            sites[names[layer]] = fitted
+            runner.states = apply_site(fitted, runner.states, positions)
+    return SweepResult(Correction(sites), result.chosen, result.helped)
 
 
-def fit_site(
-    states: torch.Tensor,
-    target: torch.Tensor,
-    weights: torch.Tensor,
-    positions: torch.Tensor,
-    settings: SweepSettings,
-    metric: torch.Tensor | None,
-) -> Ridge:
-    """The ridge solution at one site from its tokens: states and target [n, d], weights and positions [n]."""
-    counted = weights > 0
-    h, goal = states[counted].float(), target[counted].float()
-    f = functions_at(settings.position, positions[counted])
-    statistics = Statistics.of(h, f, goal - h, weights[counted])
-    return solve(statistics, settings.ridge, metric, settings.inside)
+class Site:
+    """The tokens of one site, those of weight zero left out.
 
+    Args:
+        states, target: [n, d] of the merged model and the expert after the layer.
+        weights: [n]; positions: [n]; sequence: [n] number of the sequence.
+        metric: [d, d] positive definite, or None for the Euclidean one.
+    """
 
-def functions_at(position: Position | None, positions: torch.Tensor) -> torch.Tensor:
-    """[n, k] position functions: a column for each row of a table, or the smooth ones; [n, 0] without."""
-    if position is None:
-        return torch.zeros(len(positions), 0)
-    if position.form == "table":
-        return torch.nn.functional.one_hot(positions.clamp(max=position.size - 1), position.size).float()
-    return position.basis(positions)
+    def __init__(
+        self,
+        states: torch.Tensor,
+        target: torch.Tensor,
+        weights: torch.Tensor,
+        positions: torch.Tensor,
+        sequence: torch.Tensor,
+        metric: torch.Tensor | None,
+    ) -> None:
+        kept = weights > 0
+        self._h = states[kept].float()
+        self._difference = target[kept].float() - self._h
+        self._weights, self._positions = weights[kept], positions[kept]
+        self._fold = sequence[kept].unique(return_inverse=True)[1] % FOLDS
+        self._metric = metric
+
+    def statistics(self, form: PositionForm, rows: torch.Tensor | None = None) -> Statistics:
+        """Of all tokens, or of some."""
+        f, penalty = functions_of(position_of(form, self._positions), self._positions)
+        chosen = torch.ones_like(self._positions, dtype=torch.bool) if rows is None else rows
+        made = Statistics.of(self._h[chosen], f[chosen], self._difference[chosen], self._weights[chosen])
+        return made.penalised(penalty * float(chosen.double().mean()))
+
+    def choose(self, settings: SweepSettings, rank: int) -> tuple[PositionForm, float, dict[str, float]]:
+        """Position form and ridge of least error on held-out folds, and the error of each relative to none."""
+        errors: dict[str, float] = {}
+        best = (float("inf"), settings.forms[0], settings.ridges[0])
+        for form in settings.forms:
+            folds = [self.statistics(form, self._fold == i) for i in range(FOLDS) if (self._fold == i).any()]
+            if len(folds) < 2:
+                return settings.forms[0], settings.ridges[-1], {}
+            ridge, scores = choose_ridge(folds, settings.ridges, rank, self._metric, settings.inside)
+            errors |= {f"{form.label}, ridge {r:g}": round(e, 5) for r, e in scores.items()}
+            if scores[ridge] < best[0]:
+                best = (scores[ridge], form, ridge)
+        return best[1], best[2], errors
+
+    def fit(self, form: PositionForm, ridge: float, rank: int, inside: bool) -> tuple[SiteCorrection, Ridge]:
+        """The correction of some rank."""
+        position = position_of(form, self._positions)
+        ridged = solve(self.statistics(form), ridge, self._metric, inside)
+        solution = ridged.at_rank(rank)
+        rows = table_rows(position, solution.functions)
+        return replace(solution, functions=rows).site("residual", position), ridged
 
 
 def apply_site(site: SiteCorrection, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
