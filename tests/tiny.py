@@ -9,6 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mergedarts.correction import Correction, Position, SiteCorrection
+from mergedarts.models import decoder_layers
+from mergedarts.prompts import PromptSet, TokenSequence
 
 D, VOCAB, LAYERS = 32, 96, 3
 
@@ -113,3 +115,44 @@ def mixed_batch(side: str, lengths: tuple[int, ...] = (9, 5, 7), seed: int = 3) 
         ids[row, where] = torch.randint(3, VOCAB, (n,), generator=g)
         mask[row, where] = 1
     return ids, mask
+
+
+def prompt_set(lengths: tuple[int, ...], response: int | None = 3, seed: int = 5, words: int = VOCAB) -> PromptSet:
+    """Random sequences of some lengths; the last `response` tokens of each are a response, none where it is None."""
+    g = torch.Generator().manual_seed(seed)
+    sequences = []
+    for n in lengths:
+        ids = tuple(torch.randint(3, words, (n,), generator=g).tolist())
+        marks = [response is not None and n - response <= t + 1 < n for t in range(n)]
+        sequences.append(TokenSequence(ids, tuple(marks)))
+    return PromptSet(tuple(sequences))
+
+
+def states_after(model: Any, ids: tuple[int, ...], layers: list[int]) -> dict[int, torch.Tensor]:
+    """The residual stream [T, d] after some decoder layers, from one plain pass over one sequence alone."""
+    caught: dict[int, torch.Tensor] = {}
+    modules = [m for _, m in decoder_layers(model)]
+
+    def keep(i: int) -> Any:
+        return lambda m, a, out: caught.__setitem__(i, (out[0] if isinstance(out, tuple) else out)[0].detach().clone())
+
+    handles = [modules[i].register_forward_hook(keep(i)) for i in layers]
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([ids]), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return caught
+
+
+def head_input(model: Any, ids: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What enters the output embedding [T, d], and the logits [T, V], of one sequence alone."""
+    caught: list[torch.Tensor] = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda m, i: caught.append(i[0][0].clone()))
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    finally:
+        handle.remove()
+    return caught[0], logits

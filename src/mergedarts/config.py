@@ -16,13 +16,13 @@ from .errors import UserError
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 20_000
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 
 
 class Settings(BaseModel):
     """A part of the run file: unknown keys are mistakes, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DatasetPrompts(Settings):
@@ -81,8 +81,8 @@ class CorrectionSettings(Settings):
     """What is added to the merged model. `auto` values are chosen by held-out error within the budget."""
 
     form: Literal["auto", "residual", "linear", "svd"] = "auto"
-    sites: Literal["auto", "final", "all"] | EverySite | list[int] = "auto"
-    rank: Annotated[int, Field(ge=1, le=1 << 16)] | Literal["auto", "full"] = "auto"
+    sites: Literal["auto", "final", "all"] | EverySite | Annotated[list[int], Field(min_length=1)] = "auto"
+    rank: Annotated[int, Field(ge=1, le=1 << 16, strict=True)] | Literal["auto", "full"] = "auto"
     position: Annotated[PositionForm, BeforeValidator(_position)] | Literal["auto"] = "auto"
     positions: int | None = Field(None, ge=1, le=1 << 20, description="short for `position: {table: P}`")
 
@@ -151,7 +151,7 @@ class RunFile(Settings):
         import re
 
         for name in domains:
-            if not re.match(NAME_PATTERN, name) or name in ("none", "auto"):
+            if not re.fullmatch(NAME_PATTERN, name) or name in ("none", "auto"):
                 raise ValueError(
                     f"{name!r} cannot name a domain; use letters, digits, '_' and '-', and not 'none' or 'auto'"
                 )
@@ -163,7 +163,8 @@ class RunFile(Settings):
         """Fill what the file leaves open from the preset it names."""
         if not isinstance(data, dict):
             return data
-        preset = PRESETS.get(data.get("preset", "default"), {})
+        named = data.get("preset", "default")
+        preset = PRESETS.get(named, {}) if isinstance(named, str) else {}
         filled = dict(data)
         for part, values in preset.items():
             given = data.get(part)

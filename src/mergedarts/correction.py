@@ -77,6 +77,23 @@ class SiteCorrection(nn.Module):
     def rank(self) -> int:
         return 0 if self.down is None else self.down.shape[0]
 
+    def is_consistent(self) -> bool:
+        """Whether the shapes and values of the parts fit each other."""
+        parts = [p for p in (self.down, self.up, self.position_bias, self.position_inner) if p is not None]
+        if any(p.dim() != 2 or not torch.isfinite(p).all() for p in parts):
+            return False
+        size = 0 if self.position is None else self.position.size
+        wide = {p.shape[0] for p in (self.up,) if p is not None} | {
+            p.shape[1] for p in (self.position_bias,) if p is not None
+        }
+        return (
+            len(wide) <= 1
+            and (self.down is None or self.up is None or self.down.shape[0] == self.up.shape[1])
+            and (self.kind == "linear" or self.down is None or self.down.shape[1] in wide)
+            and all(p.shape[0] == size for p in (self.position_bias, self.position_inner) if p is not None)
+            and (self.position_inner is None or self.position_inner.shape[1] == self.rank)
+        )
+
     def forward(self, h: torch.Tensor, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Corrected h [..., d_out] from h, x [..., d_in] and positions [...] (needed only where there is a bias)."""
         if self.down is not None and self.up is not None:
@@ -95,7 +112,7 @@ class SiteCorrection(nn.Module):
             return weight[0]
         assert positions is not None
         if self.position.form == "table":
-            return weight[positions.clamp(min=0, max=self.position.size - 1)]
+            return nn.functional.embedding(positions.clamp(min=0, max=self.position.size - 1), weight)
         return self.position.basis(positions).to(weight.dtype) @ weight
 
 
@@ -170,8 +187,12 @@ def load_corrections(folder: Path, described: dict[str, Any]) -> dict[str, Corre
                     relu=entry["relu"],
                 )
             loaded[domain] = Correction(sites)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} does not match darts_config.json beside it ({error}); calibrate again.") from None
+    for domain, correction in loaded.items():
+        for name, site in correction.items():
+            if not site.is_consistent():
+                raise UserError(f"{path} holds shapes that do not fit at '{domain}', '{name}'; calibrate again.")
     if tensors:
         raise UserError(f"{path} holds tensors that darts_config.json does not name ({min(tensors)}); calibrate again.")
     return loaded

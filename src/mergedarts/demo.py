@@ -19,7 +19,7 @@ from .files import cache_dir
 from .generation import answer
 from .heldout import HeldOut
 from .job import Job, prepare, run_expert, run_merged, with_eval_prompts
-from .measures import TokenMeasures, bootstrap
+from .measures import TokenMeasures, bootstrap, ratio
 from .models import load_tokenizer
 from .progress import say
 from .prompts import read_examples
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Rows of the demo's table between merged and expert: name, preset and what it is.
 VARIANTS = (("surgery", "surgery"), ("darts", "paper"), ("repaired", "default"))
-NEW_TOKENS = 120
+NEW_TOKENS = 60
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,9 @@ def _rows(parts: dict[str, TokenMeasures]) -> dict[str, dict[str, Any]]:
         if name not in ("merged", "expert"):
             pair = {"merged": merged, "after": sample}
             rows[name]["share_closed"] = 1 - rows[name]["kl"] / rows["merged"]["kl"]
-            rows[name]["share_closed_ci"] = list(bootstrap(pair, lambda m: 1 - m["after"]["kl"] / m["merged"]["kl"]))
+            rows[name]["share_closed_ci"] = list(
+                bootstrap(pair, lambda m: 1 - ratio(m["after"]["kl"], m["merged"]["kl"]))
+            )
     return rows
 
 

@@ -134,13 +134,17 @@ class Readout:
         handles = [own.register_forward_pre_hook(lambda m, i: (states, *i[1:]))]
         if head is not None:
             handles.append(own.register_forward_hook(lambda m, i, o: nn.functional.linear(states, weight, head[1])))
+        forward = vars(self._decoder).get("forward")
         try:
             self._decoder.forward = lambda *a, **k: self._output_class(last_hidden_state=states)
             with hooked(*handles):
                 ids = torch.zeros(1, states.shape[1], dtype=torch.long, device=states.device)
                 logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
         finally:
-            del self._decoder.forward
+            if forward is None:
+                del self._decoder.forward
+            else:
+                self._decoder.forward = forward
         return logits[0].float()
 
     @property
@@ -209,9 +213,14 @@ def collect(
 
 @torch.inference_mode()
 def continuations(
-    model: PreTrainedModel, prompts: PromptSet, eos: set[int], tokens: int, title: str
+    model: PreTrainedModel, prompts: PromptSet, eos: set[int], tokens: int, title: str, rows: int | None = None
 ) -> list[TokenSequence]:
-    """Each prompt followed by the model's own greedy continuation of at most `tokens` tokens."""
+    """Each prompt followed by the model's own greedy continuation of at most `tokens` tokens.
+
+    Only ids below `rows` are written, so that a model of a smaller vocabulary can read them.
+    """
+    own = model.get_output_embeddings().weight.shape[0]
+    barred = list(range(rows, own)) if rows is not None and rows < own else None
     device = next(model.parameters()).device
     out: list[TokenSequence] = list(prompts.sequences)
     with bar(title, len(out), "prompts") as advance:
@@ -228,6 +237,7 @@ def continuations(
                 max_new_tokens=tokens,
                 do_sample=False,
                 num_beams=1,
+                suppress_tokens=barred,
                 eos_token_id=sorted(eos) or None,
                 pad_token_id=min(eos, default=0),
             )[:, length:].tolist()

@@ -12,18 +12,22 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError
 
+#: What a disk that is full, a quota and a limit on file size say.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_PLACE = (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT, errno.ELOOP, errno.EISDIR)
+
 
 def cache_dir() -> Path:
     """Folder for what can be made again: `$MERGEDARTS_CACHE`, or `mergedarts` in the user's cache folder."""
-    if named := os.environ.get("MERGEDARTS_CACHE"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mergedarts"
+    named = os.environ.get("MERGEDARTS_CACHE")
+    folder = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mergedarts"
+    return Path(os.path.abspath(folder.expanduser()))
 
 
 @contextmanager
@@ -35,32 +39,73 @@ def new_folder(target: Path, marker: str | None = None) -> Iterator[Path]:
     """
     check_replaceable(target, marker)
     with readable_os_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+        target = Path(os.path.realpath(target))  # a link keeps its place; what it points to is replaced
+        made = _make_parents(target.parent)
+        try:
+            temporary = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", suffix=".tmp", dir=target.parent))
+        except BaseException:
+            _remove_empty(made)
+            raise
     try:
         with readable_os_errors(target):
             temporary.chmod(0o777 & ~_umask())
             yield temporary
             if target.exists():
-                old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+                old = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", suffix=".old", dir=target.parent))
                 target.replace(old)
-                temporary.replace(target)
+                try:
+                    temporary.replace(target)
+                except BaseException:
+                    old.replace(target)
+                    raise
                 shutil.rmtree(old)
             else:
                 temporary.replace(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        _remove_empty(made)
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make a folder and what is above it; returns what was made, deepest first."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Take back folders that were made for nothing."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def check_replaceable(target: Path, marker: str | None) -> None:
     """Raise `UserError` where `target` exists and is not an empty folder or one that holds `marker`."""
-    if not target.exists():
-        return
+    with readable_os_errors(target):
+        if not target.exists():
+            return
     if not target.is_dir():
         raise UserError(f"{target} is a file; name a folder to write to.")
     ours = marker is not None and (target / marker).is_file()
     if not ours and any(target.iterdir()):
         raise UserError(f"{target} exists and is not a result of mergedarts; name another folder, or remove it first.")
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path is a file; false where its name is too long to be one."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def exists(path: Path) -> bool:
+    """Whether a path exists; false where its name is too long to exist."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def write_text(path: Path, text: str) -> None:
@@ -102,7 +147,9 @@ def digest_files(paths: list[Path], root: Path) -> str:
     whole = hashlib.blake2b(digest_size=16)
     for path in sorted(paths):
         stat = path.stat()
-        seen = digest_text(str(path.resolve()), str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ino))
+        seen = digest_text(
+            str(path.resolve()), str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ctime_ns), str(stat.st_ino)
+        )
         try:
             digest = (known / seen).read_text(encoding="ascii")
         except OSError:
@@ -134,8 +181,10 @@ def readable_os_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in NO_SPACE:
             raise UserError(f"No space left to write {target}; free some, or name another disk.") from None
+        if error.errno in _NO_PLACE:
+            raise UserError(f"{target} cannot be made there ({error.strerror}); name another folder.") from None
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             raise UserError(f"{target} cannot be written ({error.strerror}); name a folder you may write to.") from None
         raise

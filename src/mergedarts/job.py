@@ -20,9 +20,11 @@ from .models import (
     DTYPES,
     ModelRef,
     check_fit,
+    check_ids,
     eos_ids,
     expert_names,
     fingerprint,
+    load_config,
     load_model,
     load_tokenizer,
     pick_device,
@@ -102,6 +104,9 @@ def prepare(run: RunFile, base: Path) -> Job:
         check_tokenizer(examples[name], tokenizer, load_tokenizer(expert), str(merged), str(expert))
         prompts = PromptSet(tuple(encode(examples[name], tokenizer, eos, run.max_tokens)))
         unanswered = tuple(i for i, e in enumerate(examples[name]) if not e.has_response)
+        largest = max(max(s.ids) for s in prompts.sequences)
+        check_ids(merged, largest)
+        check_ids(expert, largest)
         domains.append(DomainJob(name, expert, expert_print, prompts, domain.rollout, unanswered))
     return Job(run, merged, merged_print, DTYPES[run.dtype], device, frozenset(eos), tuple(domains))
 
@@ -127,7 +132,10 @@ def run_expert(job: Job, domain: DomainJob, layers: list[int]) -> tuple[DomainJo
         name = f"rollout-{domain.rollout}"
         if not store.has(name):
             model = job.load(domain.expert)
-            written = features.continuations(model, asked, set(job.eos), domain.rollout, f"{domain.name}: responses")
+            rows = getattr(load_config(job.merged), "vocab_size", None)
+            written = features.continuations(
+                model, asked, set(job.eos), domain.rollout, f"{domain.name}: responses", rows
+            )
             flat = [token for s, t in zip(asked.sequences, written, strict=True) for token in t.ids[len(s) :]]
             lengths = [len(t) - len(s) for s, t in zip(asked.sequences, written, strict=True)]
             store.save(name, {"ids": torch.tensor(flat, dtype=torch.long), "lengths": torch.tensor(lengths)})

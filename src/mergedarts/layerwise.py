@@ -71,6 +71,8 @@ class LayerRunner:
         ]
         with hooked(*hooks):
             self._decoder(input_ids=ids, use_cache=False)
+        # Another pass over other tokens replaces whatever a layer leaves behind for a later one.
+        self._decoder(input_ids=ids.flip(1) // 2, use_cache=False)
         counts = [len(o) if isinstance(o, tuple) else 0 for o in outputs]
         self._outputs = counts
         alone = inputs[0] if inputs else None
@@ -160,13 +162,18 @@ class LayerRunner:
     @contextmanager
     def _aside(self, depth: int) -> Iterator[None]:
         """The layers before one pass their input on."""
+        before = self._layers[:depth]
+        own = [vars(layer).get("forward") for layer in before]
         try:
-            for layer, count in zip(self._layers[:depth], self._outputs[:depth], strict=True):
+            for layer, count in zip(before, self._outputs[:depth], strict=True):
                 layer.forward = _pass_on(count)
             yield
         finally:
-            for layer in self._layers[:depth]:
-                del layer.forward
+            for layer, forward in zip(before, own, strict=True):
+                if forward is None:
+                    del layer.forward
+                else:
+                    layer.forward = forward
 
 
 def _hidden(args: Any, kwargs: Any) -> torch.Tensor:

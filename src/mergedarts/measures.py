@@ -91,7 +91,7 @@ def measure(
         nll.append(-ours.log_softmax(-1).gather(-1, follow[:, None]).squeeze(-1))
         rows = min(ours.shape[-1], theirs.shape[-1])
         log_q, log_p = ours[:, :rows].log_softmax(-1), theirs[:, :rows].log_softmax(-1)
-        kl.append((log_p.exp() * (log_p - log_q)).nan_to_num(0.0).sum(-1))
+        kl.append((log_p.exp() * (log_p - log_q)).nan_to_num(0.0).sum(-1).clamp(min=0))
         agree.append(ours[:, :rows].argmax(-1) == theirs[:, :rows].argmax(-1))
     l1 = (states.float() - expert_states.float()).abs().mean(-1)
     return TokenMeasures(
@@ -127,7 +127,7 @@ def bootstrap(
     for i in range(draws):
         counts = np.bincount(rng.integers(0, count, count), minlength=count)
         means = {
-            name: {key: _ratio(float(counts @ a), float(counts @ b)) for key, (a, b) in parts.items()}
+            name: {key: ratio(float(counts @ a), float(counts @ b)) for key, (a, b) in parts.items()}
             for name, parts in totals.items()
         }
         values[i] = statistic(means)
@@ -135,5 +135,6 @@ def bootstrap(
     return float(low), float(high)
 
 
-def _ratio(a: float, b: float) -> float:
+def ratio(a: float, b: float) -> float:
+    """a / b, not a number where b is zero."""
     return a / b if b > 0 else float("nan")

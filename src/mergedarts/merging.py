@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 
 from .config import load_yaml
 from .errors import UserError
-from .files import cache_dir, check_replaceable, digest_text, new_folder
+from .files import NO_SPACE, cache_dir, check_replaceable, digest_text, new_folder
 from .models import ModelRef, fingerprint
+from .store import raise_if_full
 
 MARKER = "mergekit_config.yml"
+#: Where a mergekit config names a model; `path` and `lora` in its long form.
+_MODEL_KEYS = ("model", "base_model", "path", "lora")
 
 
 def merge(config: Path, out: Path, trust_remote_code: bool = False) -> Path:
@@ -67,14 +71,14 @@ def _absolute(value: Any, base: Path, key: str = "") -> Any:
         return {k: _absolute(v, base, k) for k, v in value.items()}
     if isinstance(value, list):
         return [_absolute(v, base, key) for v in value]
-    if key in ("model", "base_model") and isinstance(value, str):
-        return str(ModelRef.parse(str(ModelRef.parse(value, base))))
+    if key in _MODEL_KEYS and isinstance(value, str):
+        return str(ModelRef.parse(value, base))
     return value
 
 
 def _models(data: Any) -> list[str]:
     if isinstance(data, dict):
-        named = [v for k, v in data.items() if k in ("model", "base_model") and isinstance(v, str)]
+        named = [v for k, v in data.items() if k in _MODEL_KEYS and isinstance(v, str)]
         return named + [name for v in data.values() for name in _models(v)]
     return [name for v in data for name in _models(v)] if isinstance(data, list) else []
 
@@ -99,9 +103,13 @@ def _run(text: str, folder: Path, config: Path, trust_remote_code: bool) -> None
     )
     try:
         run_merge(parsed, str(folder), options, config_source=text)
-    except (RuntimeError, ValueError, KeyError, NotImplementedError) as error:
-        if isinstance(error.__cause__, OSError):
-            raise error.__cause__ from None
+    except SafetensorError as error:
+        raise_if_full(error, config)
+        raise UserError(f"mergekit could not run {config} ({_reason(error)}).") from None
+    except (RuntimeError, ValueError, KeyError, NotImplementedError, TypeError, OSError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, OSError) and cause.errno in NO_SPACE:
+            raise cause from None
         raise UserError(f"mergekit could not run {config} ({_reason(error)}).") from None
     finally:
         shutil.rmtree(adapters, ignore_errors=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .errors import UserError
-from .files import digest_files, digest_text, read_json
+from .files import digest_files, digest_text, exists, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,13 +36,10 @@ class ModelRef:
     @classmethod
     def parse(cls, text: str, base: Path | None = None, trust_remote_code: bool = False) -> ModelRef:
         """Read `model[+adapter]`; relative paths that exist under `base` are taken from there."""
-        parts = [part.strip() for part in text.split("+")]
+        # A path may itself hold a plus sign.
+        parts = [text] if _local(text, base) is not None else [part.strip() for part in text.split("+")]
         if len(parts) > 2 or not all(parts):
-            # A path may itself hold a plus sign.
-            if _local(text, base) is not None:
-                parts = [text]
-            else:
-                raise UserError(f"'{text}' is not a model; write 'model' or 'model+adapter'.")
+            raise UserError(f"'{text[:200]}' is not a model; write 'model' or 'model+adapter'.")
         resolved = [str(_local(part, base) or part) for part in parts]
         return cls(resolved[0], resolved[1] if len(resolved) == 2 else None, trust_remote_code)
 
@@ -59,7 +56,7 @@ def _local(text: str, base: Path | None) -> Path | None:
     """The path that `text` names, if it exists, relative to `base` or as it stands."""
     path = Path(text).expanduser()
     for candidate in [base / path] if base is not None and not path.is_absolute() else [path]:
-        if candidate.exists():
+        if exists(candidate):
             return Path(os.path.abspath(candidate))
     return None
 
@@ -67,10 +64,10 @@ def _local(text: str, base: Path | None) -> Path | None:
 def folder(name: str, what: str = "model") -> Path:
     """The folder on disk of a model or adapter: itself, or the hub's snapshot of it (downloaded where needed)."""
     path = Path(name).expanduser()
-    if path.exists():
+    if exists(path):
         return path
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise UserError(f"The {what} {name} does not exist; check the path.")
+        raise UserError(f"The {what} {name[:200]} does not exist; check the path.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -122,7 +119,7 @@ def load_config(ref: ModelRef) -> Any:
             config = AutoConfig.from_pretrained(root.parent, gguf_file=root.name)
         else:
             config = AutoConfig.from_pretrained(root, trust_remote_code=ref.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{ref.model} has no usable config.json ({_first_line(error)}).") from None
     return config.get_text_config()
 
@@ -137,7 +134,7 @@ def load_tokenizer(ref: ModelRef) -> Any:
         if root.is_file():
             return AutoTokenizer.from_pretrained(root.parent, gguf_file=root.name)
         return AutoTokenizer.from_pretrained(root, trust_remote_code=ref.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{root} has no usable tokenizer ({_first_line(error)}).") from None
 
 
@@ -146,7 +143,8 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device) -> PreTr
 
     Args:
         ref: what to load.
-        dtype: of the weights; an adapter is merged in float32 before they are rounded to it.
+        dtype: of the weights; an adapter's product is made in float32 and added to weights of this dtype, as mergekit
+            does it, so that the expert here is the expert that was merged.
         device: where to.
 
     Raises:
@@ -156,23 +154,27 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device) -> PreTr
     from transformers import AutoModelForCausalLM
 
     root = folder(ref.model)
-    load_dtype = torch.float32 if ref.adapter else dtype
-    options: dict[str, Any] = {"dtype": load_dtype, "low_cpu_mem_usage": True}
+    options: dict[str, Any] = {"dtype": dtype, "low_cpu_mem_usage": True}
     try:
         if root.is_file():
             model = AutoModelForCausalLM.from_pretrained(root.parent, gguf_file=root.name, **options)
         else:
             check_weights(root, list(root.glob("*.safetensors")))
-            model = AutoModelForCausalLM.from_pretrained(
-                root, use_safetensors=True, trust_remote_code=ref.trust_remote_code, **options
+            model, found = AutoModelForCausalLM.from_pretrained(
+                root, use_safetensors=True, trust_remote_code=ref.trust_remote_code, output_loading_info=True, **options
             )
+            if found["missing_keys"]:
+                raise UserError(
+                    f"The weights of {ref.model} lack {min(found['missing_keys'])}, which would be random; "
+                    "fetch or make them again."
+                )
         if ref.adapter:
             model = _merge_adapter(model, folder(ref.adapter, "adapter"))
     except SafetensorError as error:
         raise UserError(
             f"The weights of {ref} cannot be read ({_first_line(error)}); fetch or make them again."
         ) from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"{ref} cannot be loaded as a causal LM ({_first_line(error)}).") from None
     if model.get_output_embeddings() is None:
         raise UserError(f"{ref} has no output embedding; mergedarts repairs causal language models.")
@@ -204,12 +206,11 @@ def expert_names(merged: ModelRef) -> dict[str, str]:
     if not path.is_file():
         return {}
     data, _ = load_yaml(path)
-    names: dict[str, str] = {}
-    for text in model_strings(data):
-        ref = ModelRef.parse(text)
-        for short in (text, ref.name):
-            names.setdefault(short, text)
-    return names
+    texts = list(dict.fromkeys(model_strings(data)))
+    short = [ModelRef.parse(text).name for text in texts]
+    return {text: text for text in texts} | {
+        name: text for name, text in zip(short, texts, strict=True) if short.count(name) == 1
+    }
 
 
 def model_strings(data: Any) -> list[str]:
@@ -274,6 +275,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps", "xpu"):
+            raise RuntimeError("not a device that runs models")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"The device '{name}' cannot be used here ({_first_line(error)}); try 'cpu'.") from None
@@ -290,9 +293,20 @@ def eos_ids(root: ModelRef, tokenizer: Any) -> set[int]:
     ids = {tokenizer.eos_token_id}
     path = Path(root.model) / "generation_config.json"
     if path.is_file():
-        stop = read_json(path).get("eos_token_id")
+        settings = read_json(path)
+        stop = settings.get("eos_token_id") if isinstance(settings, dict) else None
         ids |= set(stop) if isinstance(stop, list) else {stop}
-    return {i for i in ids if i is not None}
+    return {i for i in ids if isinstance(i, int)}
+
+
+def check_ids(ref: ModelRef, largest: int) -> None:
+    """Raise `UserError` where token ids of the prompts are beyond a model's vocabulary."""
+    rows = getattr(load_config(ref), "vocab_size", None)
+    if rows is not None and largest >= rows:
+        raise UserError(
+            f"The prompts use token id {largest}, but {ref} has {rows} rows in its vocabulary; "
+            "it was trimmed below its tokenizer."
+        )
 
 
 def _first_line(error: BaseException) -> str:

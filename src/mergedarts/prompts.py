@@ -15,7 +15,7 @@ import numpy as np
 
 from .config import DatasetPrompts, Domain
 from .errors import UserError
-from .files import digest_text
+from .files import digest_text, is_file
 
 MAX_FILE_BYTES = 1 << 30
 MAX_CHARACTERS = 400_000
@@ -109,14 +109,14 @@ def read_examples(domain: Domain, name: str, base: Path) -> list[Example]:
         return _from_dataset(domain.prompts, domain.samples)
     path = Path(domain.prompts).expanduser()
     path = path if path.is_absolute() else base / path
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"The prompts of domain '{name}' are missing: {path} is not a file.")
     if path.stat().st_size > MAX_FILE_BYTES:
         raise UserError(f"{path} is larger than 1 GiB; cut it to the prompts you calibrate with.")
     examples: list[Example] = []
     json_lines = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
     try:
-        with path.open(encoding="utf-8") as stream:
+        with path.open(encoding="utf-8-sig") as stream:
             for number, line in enumerate(stream, 1):
                 if len(examples) == domain.samples:
                     break
@@ -133,7 +133,7 @@ def read_examples(domain: Domain, name: str, base: Path) -> list[Example]:
 def _from_json(line: str, where: str) -> Example:
     try:
         data = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({str(error).splitlines()[0]}).") from None
     if isinstance(data, str):
         return _example(data, None, where)
@@ -166,9 +166,19 @@ def _conversation(messages: Any, where: str) -> Example:
 
 
 def _checked(turns: list[tuple[str, str]], where: str) -> Example:
+    for _, text in turns:
+        check_text(text, where)
     if sum(len(text) for _, text in turns) > MAX_CHARACTERS:
         raise UserError(f"{where}: an example of more than {MAX_CHARACTERS} characters; cut it.")
     return Example(tuple(turns))
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise `UserError` where a text is not Unicode that a tokenizer can read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: the text is not valid Unicode (a lone surrogate or broken UTF-8).") from None
 
 
 def _from_dataset(source: DatasetPrompts, samples: int) -> list[Example]:

@@ -23,7 +23,7 @@ from .files import check_replaceable
 from .fit import expert_extras, fit_domain, layers_needed
 from .heldout import HeldOut
 from .job import DomainJob, Job, check_lengths, prepare, run_expert, run_merged
-from .measures import TokenMeasures, bootstrap
+from .measures import TokenMeasures, bootstrap, ratio
 from .models import parameter_count
 from .progress import warn
 from .prompts import split
@@ -31,6 +31,10 @@ from .repaired import CONFIG, write_repaired
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+#: KL in nats a token below which a difference is rounding.
+LEAST_GAIN = 1e-6
 
 
 @dataclass
@@ -160,7 +164,7 @@ def _check(
         floor = check.expert_under_merged_head()
     table = comparison(before, after) | {"expert": expert.means(), "head_floor_kl": floor.means()["kl"]}
     kl_before, kl_after = table["merged"]["kl"], table["repaired"]["kl"]
-    return bool(kl_after < kl_before), table
+    return bool(kl_before - kl_after > max(LEAST_GAIN, 1e-3 * kl_before)), table
 
 
 def comparison(before: TokenMeasures, after: TokenMeasures) -> dict[str, Any]:
@@ -169,7 +173,7 @@ def comparison(before: TokenMeasures, after: TokenMeasures) -> dict[str, Any]:
     means = {name: sample.means() for name, sample in pair.items()}
     before_kl, after_kl = float(means["merged"]["kl"] or 0.0), float(means["repaired"]["kl"] or 0.0)
     out: dict[str, Any] = dict(means)
-    out["share_closed"] = 1 - after_kl / before_kl if before_kl > 0 else None
-    if before_kl > 0 and before.sequence.unique().numel() > 1:
-        out["share_closed_ci"] = list(bootstrap(pair, lambda m: 1 - m["repaired"]["kl"] / m["merged"]["kl"]))
+    out["share_closed"] = 1 - after_kl / before_kl if before_kl > LEAST_GAIN else None
+    if before_kl > LEAST_GAIN and before.sequence.unique().numel() > 1:
+        out["share_closed_ci"] = list(bootstrap(pair, lambda m: 1 - ratio(m["repaired"]["kl"], m["merged"]["kl"])))
     return out

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .card import model_card
+from .config import NAME_PATTERN
 from .correction import Correction, load_corrections, save_corrections
 from .errors import UserError
 from .files import new_folder, read_json, write_text
@@ -23,6 +24,101 @@ if TYPE_CHECKING:
 
 CONFIG = "darts_config.json"
 FORMAT = 1
+
+
+class _Part(BaseModel):
+    """A part of `darts_config.json`: what is read of it must be of its type; more may stand there."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Merged(_Part):
+    model: str
+    fingerprint: str
+    parameters: int
+    trust_remote_code: bool = False
+
+
+class _Means(_Part):
+    kl: float
+    agreement: float
+    nll: float
+    tokens: int
+    sequences: int
+
+
+class _HeldOut(_Part):
+    merged: _Means
+    repaired: _Means
+    expert: _Means
+    share_closed: float | None = None
+    share_closed_ci: list[float] | None = Field(None, min_length=2, max_length=2)
+
+
+class _Sequences(_Part):
+    fit: int
+    held_out: int
+
+
+class _Domain(_Part):
+    expert: str
+    sequences: _Sequences
+    parameters: int
+    shipped: bool
+    held_out: _HeldOut | None
+    notes: list[str]
+
+
+class _Position(_Part):
+    form: Literal["table", "smooth"]
+    size: int = Field(ge=1)
+    last: int = Field(ge=0)
+
+
+class _Site(_Part):
+    site: str
+    kind: Literal["final", "residual", "linear"]
+    rank: int = Field(ge=0)
+    relu: bool
+    position: _Position | None = None
+    inner: bool = False
+    bias: bool = False
+
+
+class _Added(_Part):
+    added: int
+    share: float
+
+
+class _Fit(_Part):
+    method: str
+    loss: str
+    seed: int
+    holdout: float
+
+
+class _Correction(_Part):
+    form: str
+
+
+class _Settings(_Part):
+    preset: str
+    budget: float
+    dtype: str
+    fit: _Fit
+    correction: _Correction
+
+
+class Described(_Part):
+    """What this version reads of `darts_config.json`."""
+
+    format: int
+    mergedarts: str
+    merged: _Merged
+    domains: dict[Annotated[str, Field(pattern=rf"^{NAME_PATTERN}\Z")], _Domain] = Field(min_length=1)
+    sites: dict[str, list[_Site]]
+    parameters: _Added
+    settings: _Settings
 
 
 @dataclass(frozen=True)
@@ -52,11 +148,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} is not a repaired model (it has no {CONFIG}); make one with 'mergedarts calibrate'.")
     config = read_json(folder / CONFIG)
-    if not isinstance(config, dict) or not {"format", "merged", "domains", "sites"} <= set(config):
-        raise UserError(f"{folder / CONFIG} lacks what a repaired model needs; calibrate again.")
-    if config["format"] != FORMAT:
-        raise UserError(f"{folder} has format {config['format']}, this mergedarts reads {FORMAT}; update it.")
-    return config
+    try:
+        described = Described.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise UserError(
+            f"{folder / CONFIG} lacks what a repaired model needs ({where}: {first['msg'].lower()}); calibrate again."
+        ) from None
+    if described.format != FORMAT:
+        raise UserError(f"{folder} has format {described.format}, this mergedarts reads {FORMAT}; update it.")
+    if set(described.domains) != set(described.sites):
+        raise UserError(f"{folder / CONFIG} describes sites of other domains than it names; calibrate again.")
+    read: dict[str, Any] = config
+    return read
 
 
 def read_corrections(folder: Path) -> dict[str, Correction]:
@@ -71,6 +176,7 @@ def load(
     domain: str | None = None,
     device: str = "auto",
     dtype: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Repaired:
     """Load a repaired model.
 
@@ -80,6 +186,7 @@ def load(
         domain: the domain to begin with; None is the uncorrected model.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
         dtype: `bfloat16`, `float16` or `float32`; None takes that of the calibration.
+        trust_remote_code: let the merged model run code of its own; what the folder says of it does not count.
 
     Returns:
         Model, tokenizer and handle; `model, tokenizer, handle = load(...)` works.
@@ -91,13 +198,17 @@ def load(
     config = read_config(folder)
     corrections = read_corrections(folder)
     made_for = config["merged"]
-    ref = ModelRef.parse(merged or made_for["model"], trust_remote_code=made_for.get("trust_remote_code", False))
+    ref = ModelRef.parse(merged or made_for["model"], trust_remote_code=trust_remote_code)
+    if made_for.get("trust_remote_code") and not trust_remote_code:
+        raise UserError(f"The merged model {ref} of {folder} needs code of its own; allow it with 'trust_remote_code'.")
     if merged is None and ref.model.startswith("/") and not Path(ref.model).exists():
         raise UserError(f"The merged model of {folder} is gone from {ref.model}; say where it is with 'merged'.")
     if fingerprint(ref) != made_for["fingerprint"]:
         raise UserError(
             f"The corrections in {folder} were made for another model than {ref} is now; calibrate on this one again."
         )
-    torch_dtype: torch.dtype = DTYPES[dtype or config["settings"]["dtype"]]
-    model = load_model(ref, torch_dtype, pick_device(device))
+    named = dtype or config["settings"]["dtype"]
+    if named not in DTYPES:
+        raise UserError(f"'{named}' is not a dtype here; choose one of {', '.join(DTYPES)}.")
+    model = load_model(ref, DTYPES[named], pick_device(device))
     return Repaired(model, load_tokenizer(ref), attach(model, corrections, domain))

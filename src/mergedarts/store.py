@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from .errors import UserError
-from .files import cache_dir, digest_text, readable_os_errors
+from .files import NO_SPACE, cache_dir, digest_text, readable_os_errors
 
 VERSION = "1"
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -95,7 +95,11 @@ class RowWriter:
     def write(self, row: int, values: torch.Tensor) -> None:
         """Write [n, width] values from a row on."""
         data = values.detach().to(self._dtype).contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-        os.pwrite(self._handle, data, self._start + row * self._width * self._dtype.itemsize)
+        at = self._start + row * self._width * self._dtype.itemsize
+        rest = memoryview(data).cast("B")
+        while len(rest):
+            done = os.pwrite(self._handle, rest, at)
+            rest, at = rest[done:], at + done
 
     def finish(self) -> None:
         os.close(self._handle)
@@ -118,11 +122,16 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
             save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, temporary, metadata=metadata)
             os.replace(temporary, path)
         except SafetensorError as error:
-            if "os error 28" in str(error) or "No space left" in str(error):
-                raise UserError(f"No space left to write {path}; free some, or name another disk.") from None
+            raise_if_full(error, path)
             raise
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def raise_if_full(error: SafetensorError, path: Path) -> None:
+    """Say in one sentence that safetensors met a full disk, a quota or a limit on file size."""
+    if any(f"os error {number})" in str(error) for number in NO_SPACE):
+        raise UserError(f"No space left to write {path}; free some, or name another disk.") from None
 
 
 def load_tensors(path: Path, mend: str) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from .main import app, emit, out, quiet_libraries
+from .main import app, clean, emit, out, quiet_libraries
 
 
 @app.command()
@@ -38,7 +38,7 @@ def calibrate(
         emit(result)
     else:
         out.print(held_out_table(result))
-        out.print(f"repaired model written to {target}", highlight=False, markup=False)
+        out.print(clean(f"repaired model written to {target}"), highlight=False, markup=False, soft_wrap=True)
 
 
 def _number(text: str | None) -> float | str | None:

@@ -19,6 +19,7 @@ def generate(
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens to write at most."),
     merged: str | None = typer.Option(None, help="Where the merged model is now, if it has moved."),
     device: str = typer.Option("auto", help="auto, cpu, cuda, cuda:1, mps."),
+    trust_remote_code: bool = typer.Option(False, help="Let the merged model run code of its own."),
     as_json: bool = typer.Option(False, "--json", help="Print prompt, domain and text as JSON."),
 ) -> None:
     """Answer a prompt, greedily, with one domain's correction."""
@@ -30,10 +31,19 @@ def generate(
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise UserError("The prompt is empty; give --prompt TEXT or write it to stdin.")
+    from ..prompts import check_text
+
+    check_text(text, "the prompt")
     quiet_libraries()
     from ..generation import answer
 
-    repaired = load(folder, merged=merged, domain=None if domain == "none" else domain, device=device)
+    repaired = load(
+        folder,
+        merged=merged,
+        domain=None if domain == "none" else domain,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
     written = answer(repaired.model, repaired.tokenizer, text, max_new_tokens)
     if as_json:
         emit({"domain": domain, "prompt": text, "text": written})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from .main import app, emit, out
+from .main import app, clean, emit, out
 
 
 @app.command()
@@ -39,7 +39,7 @@ def info(
         )
         lines += [f"{'':<13} note: {note}" for note in entry["notes"]]
     for line in lines:
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+        out.print(clean(line), highlight=False, markup=False, soft_wrap=True)
     out.print(held_out_table(config))
 
 

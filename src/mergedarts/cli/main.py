@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -53,6 +54,7 @@ def quiet_libraries() -> None:
 
     warnings.filterwarnings("ignore")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -60,18 +62,31 @@ def quiet_libraries() -> None:
     logging.getLogger("mergekit").setLevel(logging.ERROR)
 
 
+class _Interrupted(BaseException):
+    """Ctrl-C, by a name that typer does not turn into an exit code of its own."""
+
+
+def _interrupt(*_: object) -> None:
+    raise _Interrupted
+
+
 def run() -> None:
     """Entry point: exit code 2 and one sentence for a `UserError`, 130 for Ctrl-C; a bug keeps its traceback."""
     from . import calibrate, demo, generate, info, merge  # noqa: F401  (each registers its command)
 
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         app(standalone_mode=True)
+    except _Interrupted:
+        print("interrupted; the same command goes on from what is in the feature store.", file=sys.stderr)
+        sys.exit(130)
     except UserError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(clean(str(error)))}", highlight=False, soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is in the feature store.", file=sys.stderr)
-        sys.exit(130)
 
 
 def clean(text: str) -> str:

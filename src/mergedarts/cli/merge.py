@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from .main import app, emit, out, quiet_libraries
+from .main import app, clean, emit, out, quiet_libraries
 
 
 @app.command()
@@ -24,4 +24,4 @@ def merge(
     if as_json:
         emit({"merged": str(target)})
     else:
-        out.print(f"merged model written to {target}", highlight=False, markup=False)
+        out.print(clean(f"merged model written to {target}"), highlight=False, markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ import torch
 from ..correction import Position, SiteCorrection
 from ..progress import bar
 
-CHUNK_TOKENS = 8192
+CHUNK_TOKENS = 1024
 
 
 def fit_adam(
@@ -54,8 +54,8 @@ def fit_adam(
     counted = weights > 0
     chunks = list(
         zip(
-            states[counted].split(CHUNK_TOKENS),
-            target[counted].split(CHUNK_TOKENS),
+            states[counted].float().split(CHUNK_TOKENS),
+            target[counted].float().split(CHUNK_TOKENS),
             (weights[counted] / (width * weights.sum())).float().split(CHUNK_TOKENS),
             positions[counted].split(CHUNK_TOKENS),
             strict=True,
@@ -65,8 +65,7 @@ def fit_adam(
         for _ in range(steps):
             optimizer.zero_grad(set_to_none=True)
             for h, goal, w, p in chunks:
-                h32 = h.float()
-                error = site(h32, h32, p) - goal.float()
+                error = site(h, h, p) - goal
                 # The gradient of w |error|_1 is w sign(error): no need to keep |error| for the backward pass.
                 error.backward(error.detach().sign_().mul_(w[:, None]))
             optimizer.step()

@@ -15,18 +15,13 @@ def even_ranks(layers: int, width: int, functions: int, inside: bool, budget: in
     """Ranks by layer that spend a budget as evenly in depth as it allows.
 
     Where it pays for less than rank 1 at every layer, sites are spaced evenly and end at the last layer; what is left
-    above a whole rank everywhere goes to the last layers, where errors meet the head with nothing after to mend them.
+    above a whole rank at every site goes to the last ones, where errors meet the head with nothing after to mend them.
     """
     one = site_cost(width, 1, functions, inside)
-    if inside:
-        units = budget // one
-    else:
-        # Outside the rank, every site first pays for its bias.
-        sites = min(layers, budget // one)
-        units = sites + max(0, (budget - sites * one) // (2 * width)) if sites else 0
-    if units <= 0:
+    sites = min(layers, budget // one)
+    if sites <= 0:
         return {}
-    if units < layers:
-        return {round((i + 1) * layers / units) - 1: 1 for i in range(units)}
-    base, extra = divmod(units, layers)
-    return {i: min(width, base + (1 if i >= layers - extra else 0)) for i in range(layers)}
+    further = (budget - sites * one) // (2 * width + (functions if inside else 0))
+    base, extra = divmod(further, sites)
+    places = [round((i + 1) * layers / sites) - 1 for i in range(sites)]
+    return {layer: min(width, 1 + base + (i >= sites - extra)) for i, layer in enumerate(places)}

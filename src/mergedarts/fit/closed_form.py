@@ -20,8 +20,9 @@ import torch
 
 from ..correction import Kind, Position, SiteCorrection
 
-#: Condition number of the scaled input matrix beyond which a float64 solve from bf16 features is not to be trusted.
-MAX_CONDITION = 1e9
+#: Condition number of the scaled input matrix beyond which a solve is not to be trusted: products of features are
+#: summed in float32 blocks, so directions weaker than this are rounding.
+MAX_CONDITION = 1e7
 
 
 @dataclass
@@ -207,7 +208,8 @@ def solve(statistics: Statistics, ridge: float, metric: torch.Tensor | None = No
 def _root(metric: torch.Tensor | None, width: int) -> torch.Tensor:
     if metric is None:
         return torch.eye(width, dtype=torch.float64)
-    return torch.linalg.cholesky(metric).T
+    lower: torch.Tensor = torch.linalg.cholesky(metric)
+    return lower.T
 
 
 def regularised(metric: torch.Tensor, share: float = 0.02) -> torch.Tensor:
@@ -258,6 +260,7 @@ def reweighted(
 
     Each output coordinate has its own weights w_t / max(|residual|, eps) (iteratively reweighted least squares; eps
     falls with the passes), so the limit is the minimum of `sum_t w_t |D_t - up down x_t - F'f_t|_1`, which is convex.
+    Of each coordinate the best pass is kept, so that more passes never make it worse.
 
     Args:
         x: [n, d_in], f: [n, k], d: [n, d_out], weights: [n], down: [r, d_in].
@@ -271,11 +274,12 @@ def reweighted(
     size = z.shape[1]
     start = torch.linalg.lstsq(z * w.sqrt()[:, None], target * w.sqrt()[:, None], driver="gelsd").solution
     coefficients = start
-    spread = (target - z @ coefficients).abs().mean().clamp(min=1e-300)
+    residual = (target - z @ coefficients).abs()
+    spread = residual.mean(0).clamp(min=1e-300)
+    best, least = coefficients, (w[:, None] * residual).sum(0)
     eye = torch.eye(size, dtype=torch.float64, device=z.device)
     for step in range(passes):
-        eps = spread * max(1e-8, 0.3 * 0.5**step)
-        inverse = w[:, None] / (target - z @ coefficients).abs().clamp(min=float(eps))
+        inverse = w[:, None] / torch.maximum(residual, spread * max(1e-4, 0.3 * 0.5**step))
         columns = []
         for block in range(0, target.shape[1], 64):
             v = inverse[:, block : block + 64]
@@ -284,8 +288,11 @@ def reweighted(
             jitter = 1e-10 * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * eye
             columns.append(torch.linalg.solve(gram + jitter, right).T)
         coefficients = torch.cat(columns, 1)
+        residual = (target - z @ coefficients).abs()
+        loss = (w[:, None] * residual).sum(0)
+        best, least = torch.where(loss < least, coefficients, best), torch.minimum(loss, least)
     rank: int = down.shape[0]
-    return coefficients[:rank].T.cpu(), coefficients[rank:].cpu()
+    return best[:rank].T.cpu(), best[rank:].cpu()
 
 
 def _grams(z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Metric:
     """The Fisher metric of a site.
 
     Attributes:
-        matrix: [d, d] float64, mean over response tokens of g g'.
+        matrix: [d, d] float64, sum over all tokens of g g', a response token (by how many the KL is averaged).
         response: mean |g|^2 at positions that predict a response token.
         prompt: the same at the others, whose state matters through attention alone.
     """

@@ -72,6 +72,8 @@ def layers_of(job: Job, count: int) -> list[int]:
     if sites == "final":
         return []
     if isinstance(sites, EverySite):
+        if sites.every > count:
+            raise UserError(f"'correction.sites: every: {sites.every}' names no layer of a model with {count}.")
         return list(range(sites.every - 1, count, sites.every))
     if isinstance(sites, list):
         bad = [i for i in sites if not 0 <= i < count]
