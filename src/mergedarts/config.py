@@ -223,7 +223,9 @@ def read_run_file(path: Path, overrides: dict[str, Any] | None = None) -> RunFil
     data, lines = load_yaml(path)
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no settings; it must be a mapping with 'merged' and 'domains'.")
-    return parse_run(data | {k: v for k, v in (overrides or {}).items() if v is not None}, str(path), lines)
+    given = {k: v for k, v in (overrides or {}).items() if v is not None}
+    lines = {at: line for at, line in lines.items() if at[0] not in given}
+    return parse_run(data | given, str(path), lines)
 
 
 def parse_run(data: dict[str, Any], name: str = "settings", lines: dict[tuple[Any, ...], int] | None = None) -> RunFile:
@@ -291,15 +293,16 @@ def _sentence(error: ValidationError, name: str, lines: dict[tuple[Any, ...], in
     """The first mistake of a ValidationError, in one sentence with key and line."""
     problems = error.errors()
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    # Pydantic adds the names of union members to the location; the longest prefix the file knows is the key.
-    location = tuple(first["loc"])
+    if isinstance(first.get("input"), dict):
+        # A mapping where text would do too: what it lacks says more than that it is not text.
+        first = next((p for p in problems if p["type"] == "missing"), first)
+    # Pydantic adds the names of union members to the location; without them, the longest prefix the file knows is it.
+    location = tuple(part for part in first["loc"] if not _is_member(part))
     known = location
     while known and known not in lines:
         known = known[:-1]
-    if first["type"] == "missing" or not lines:
-        key = ".".join(str(part) for part in location)
-    else:
-        key = ".".join(str(part) for part in known)
+    named = location if first["type"] == "missing" or not known else known
+    key = ".".join(str(part) for part in named if not _is_member(part))
     where = f"{name}, line {lines[known]}" if known in lines else name
     if first["type"] == "extra_forbidden":
         allowed = _allowed(location[:-1])
@@ -319,10 +322,20 @@ def _sentence(error: ValidationError, name: str, lines: dict[tuple[Any, ...], in
     return f"{where}: '{key}' is {first['input']!r:.80}, but should be {expected}."
 
 
+def _is_member(part: Any) -> bool:
+    """Whether a part of a location is the name of a union's member and not a key of the file."""
+    return isinstance(part, str) and (part in _MEMBERS or "[" in part)
+
+
+_MEMBERS = {"str", "int", "DatasetPrompts", "EverySite", "PositionForm"}
+
+
 def _allowed(location: tuple[Any, ...]) -> list[str]:
     models: dict[str, type[BaseModel]] = {"correction": CorrectionSettings, "fit": FitSettings}
     if not location:
         return list(RunFile.model_fields)
+    if location[0] == "domains" and location[-1] == "prompts":
+        return list(DatasetPrompts.model_fields)
     if location[0] == "domains" and len(location) == 2:
         return list(Domain.model_fields)
     model = models.get(str(location[0])) if len(location) == 1 else None

@@ -177,7 +177,7 @@ def load_corrections(folder: Path, described: dict[str, Any]) -> dict[str, Corre
             for entry in entries:
                 prefix = domain if entry["site"] == "final" else f"{domain}.{entry['site']}"
                 at = entry.get("position")
-                sites[entry["site"]] = SiteCorrection(
+                made = sites[entry["site"]] = SiteCorrection(
                     entry["kind"],
                     down=tensors.pop(f"{prefix}.down.weight") if entry["rank"] else None,
                     up=tensors.pop(f"{prefix}.up.weight") if entry["rank"] else None,
@@ -186,6 +186,8 @@ def load_corrections(folder: Path, described: dict[str, Any]) -> dict[str, Corre
                     position=Position(at["form"], at["size"], at["last"]) if at else None,
                     relu=entry["relu"],
                 )
+                if made.rank != entry["rank"]:
+                    raise ValueError(f"{entry['site']} has rank {made.rank}, not {entry['rank']}")
             loaded[domain] = Correction(sites)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} does not match darts_config.json beside it ({error}); calibrate again.") from None

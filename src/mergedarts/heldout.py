@@ -35,6 +35,7 @@ class HeldOut:
         self._model = model
         self._readout = readout
         self._domain = domain
+        chosen = sorted(chosen)  # states come in the order of the subset, targets in that of the set
         self._prompts = domain.prompts.subset(chosen)
         prompts = domain.prompts
         inside = torch.from_numpy(prompts.sequence_index())

@@ -71,20 +71,25 @@ class LayerRunner:
         ]
         with hooked(*hooks):
             self._decoder(input_ids=ids, use_cache=False)
-        # Another pass over other tokens replaces whatever a layer leaves behind for a later one.
-        self._decoder(input_ids=ids.flip(1) // 2, use_cache=False)
         counts = [len(o) if isinstance(o, tuple) else 0 for o in outputs]
         self._outputs = counts
         alone = inputs[0] if inputs else None
         for depth in range(len(self._layers)):
             if len(inputs) != len(self._layers) or alone is None:
                 raise UserError(f"{type(self._decoder).__name__} does not run its layers in a row; use 'sites: final'.")
-            alone = self._run(depth, ids, alone)
+            # A pass over other tokens replaces whatever a layer leaves behind for a later one.
+            self._decoder(input_ids=ids.flip(1) // 2, use_cache=False)
+            shared = UserError(
+                f"The layers of {type(self._decoder).__name__} share more than the hidden state, so they cannot be "
+                "corrected one at a time; use 'sites: final' for this model."
+            )
+            try:
+                alone = self._run(depth, ids, alone)
+            except (KeyError, AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+                # What the layer reads from others was never made in this pass.
+                raise shared from None
             if not torch.equal(alone, state_of(outputs[depth])):
-                raise UserError(
-                    f"The layers of {type(self._decoder).__name__} share more than the hidden state, so they cannot be "
-                    "corrected one at a time; use 'sites: final' for this model."
-                )
+                raise shared
         return counts
 
     @torch.inference_mode()

@@ -280,8 +280,8 @@ def with_continuation(sequence: TokenSequence, continuation: list[int]) -> Token
     """A prompt-only sequence followed by what an expert wrote after it."""
     if not continuation:
         return sequence
-    predicts = [False] * (len(sequence) - 1) + [True] * len(continuation) + [False]
-    return TokenSequence((*sequence.ids, *continuation), tuple(predicts))
+    predicts = (*sequence.predicts[:-1], *[True] * len(continuation), False)
+    return TokenSequence((*sequence.ids, *continuation), predicts)
 
 
 def check_tokenizer(examples: list[Example], ours: Any, theirs: Any, merged: str, expert: str) -> None:

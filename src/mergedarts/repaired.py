@@ -115,7 +115,7 @@ class Described(_Part):
     format: int
     mergedarts: str
     merged: _Merged
-    domains: dict[Annotated[str, Field(pattern=rf"^{NAME_PATTERN}\Z")], _Domain] = Field(min_length=1)
+    domains: dict[Annotated[str, Field(pattern=rf"^{NAME_PATTERN}$")], _Domain] = Field(min_length=1)
     sites: dict[str, list[_Site]]
     parameters: _Added
     settings: _Settings
