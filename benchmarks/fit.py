@@ -21,13 +21,12 @@ from rich.table import Table
 from mergedarts import testbed
 from mergedarts.cli.main import quiet_libraries
 from mergedarts.config import Domain, parse_run
-from mergedarts.correction import Correction
 from mergedarts.features import Readout
 from mergedarts.fit import expert_extras, fit_domain
 from mergedarts.heldout import HeldOut
-from mergedarts.job import Job, prepare, run_expert, run_merged, with_eval_prompts
+from mergedarts.job import prepare, run_expert, run_merged, with_eval_prompts
 from mergedarts.measures import TokenMeasures, bootstrap
-from mergedarts.models import parameter_count
+from mergedarts.models import load_config, parameter_count
 from mergedarts.prompts import read_examples
 from mergedarts.repair import split_of
 
@@ -82,7 +81,7 @@ def main() -> None:
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """Every variant on every domain; see the issue's schema in docs/fit.md."""
+    """Every variant on every domain: {"domains": {D: {VARIANT: measures}}, "seconds": ..., "paired": ...}."""
 
     def data(domain: str, part: str) -> str:
         return str(args.data / f"{domain}_{part}.jsonl" if args.data else testbed.prompts(domain, part))
@@ -115,7 +114,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         )
     held, fitting = [], []
     for domain in base.domains:
-        fit_on, expert = run_expert(base, domain, list(range(_depth(base))))
+        fit_on, expert = run_expert(base, domain, list(range(load_config(base.merged).num_hidden_layers)))
         for job in jobs.values():
             expert_extras(job, fit_on, split_of(job, fit_on)[0], expert)
         given = Domain(expert="", prompts=data(domain.name, "eval"), samples=args.examples)
@@ -141,23 +140,13 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
             correction = fit_domain(job, fit_on, model, readout, split_of(job, fit_on)[0]).correction
             out["seconds"][name] = round(out["seconds"][name] + time.monotonic() - begun, 2)
             measures[name] = check.corrected(correction)
-            parameters[name] = count(correction)
+            parameters[name] = correction.parameter_count
             print(f"{domain.name}: {name} KL {measures[name].means()['kl']:.5f}", file=sys.stderr, flush=True)
         out["domains"][domain.name] = rows(measures, parameters)
         for a, b in (("default 305k", "svd 305k"), ("default 305k", "svd rank 1"), ("default 0.1%", "paper")):
             if a in measures and b in measures:
                 out["paired"].setdefault(domain.name, {})[f"KL {a} / {b}"] = ratio(measures[a], measures[b])
     return out
-
-
-def _depth(job: Job) -> int:
-    from mergedarts.models import load_config
-
-    return int(load_config(job.merged).num_hidden_layers)
-
-
-def count(correction: Correction) -> int:
-    return correction.parameter_count
 
 
 def rows(measures: dict[str, TokenMeasures], parameters: dict[str, int]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Prints the tables of the docs from the JSON of `fit.py`.
 
-    python benchmarks/markdown.py fit.json
+python benchmarks/markdown.py fit.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws the README's picture from the JSON of `fit.py`: share of the KL gap closed against parameters added.
 
-    python benchmarks/fit.py --json > fit.json && python benchmarks/picture.py fit.json docs/fit.png
+python benchmarks/fit.py --json > fit.json && python benchmarks/picture.py fit.json docs/fit.png
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BATCH_TOKENS = 4096
-CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS = 1 << 22
 
 
 class _Stop(Exception):

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError
+from .errors import NoSpaceError, UserError
 
 #: What a disk that is full, a quota and a limit on file size say.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -61,6 +61,8 @@ def new_folder(target: Path, marker: str | None = None) -> Iterator[Path]:
                 shutil.rmtree(old)
             else:
                 temporary.replace(target)
+    except NoSpaceError:
+        raise NoSpaceError(target) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         _remove_empty(made)
@@ -182,7 +184,7 @@ def readable_os_errors(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in NO_SPACE:
-            raise UserError(f"No space left to write {target}; free some, or name another disk.") from None
+            raise NoSpaceError(target) from None
         if error.errno in _NO_PLACE:
             raise UserError(f"{target} cannot be made there ({error.strerror}); name another folder.") from None
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):

@@ -95,7 +95,10 @@ def _run(text: str, folder: Path, config: Path, trust_remote_code: bool) -> None
     except (ValidationError, RuntimeError, ValueError) as error:
         raise UserError(f"{config} is not a valid mergekit config ({_reason(error)}).") from None
     for name in sorted(set(_models(yaml.safe_load(text)))):
-        fingerprint(ModelRef.parse(name))  # a missing model or pickled weights are said before the work begins
+        try:
+            fingerprint(ModelRef.parse(name))  # a missing model or pickled weights are said before the work begins
+        except UserError as error:
+            raise UserError(f"{config}: {error}") from None
     # mergekit takes whatever folder it finds in its adapter cache for whole, so each merge gets its own.
     adapters = folder.with_name(folder.name + ".adapters")
     options = MergeOptions(

@@ -160,6 +160,9 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device) -> PreTr
             model = AutoModelForCausalLM.from_pretrained(root.parent, gguf_file=root.name, **options)
         else:
             check_weights(root, list(root.glob("*.safetensors")))
+            settings = root / "generation_config.json"
+            if settings.is_file() and not isinstance(read_json(settings), dict):
+                raise UserError(f"{settings} is not a JSON object; remove it or make it again.")
             model, found = AutoModelForCausalLM.from_pretrained(
                 root, use_safetensors=True, trust_remote_code=ref.trust_remote_code, output_loading_info=True, **options
             )

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from .errors import UserError
+from .errors import NoSpaceError, UserError
 from .files import NO_SPACE, cache_dir, digest_text, readable_os_errors
 
 VERSION = "1"
@@ -131,7 +131,7 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
 def raise_if_full(error: SafetensorError, path: Path) -> None:
     """Say in one sentence that safetensors met a full disk, a quota or a limit on file size."""
     if any(f"os error {number})" in str(error) for number in NO_SPACE):
-        raise UserError(f"No space left to write {path}; free some, or name another disk.") from None
+        raise NoSpaceError(path) from None
 
 
 def load_tensors(path: Path, mend: str) -> dict[str, torch.Tensor]:
