@@ -52,7 +52,7 @@ def model_card(config: dict[str, Any], name: str) -> str:
         )
         if not entry["shipped"]:
             lines.append("  Not improved on held-out prompts, so it ships **uncorrected**.")
-        lines += [f"  {_text(note)}" for note in entry["notes"]]
+        lines += [f"  {_text(line)}" for line in [*considered(entry), *entry["notes"]]]
     lines += [
         "",
         "## Use",
@@ -65,6 +65,18 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def considered(entry: dict[str, Any]) -> list[str]:
+    """What the fit of a domain chose, and the held-out errors it chose by, a line for each choice."""
+    choices = entry.get("choices", {})
+    places = choices.get("probes", [choices] if "held_out_error" in choices else [])
+    lines = []
+    for place in places:
+        where = f"layer {place['layer']}" if "layer" in place else "final site"
+        errors = ", ".join(f"{name}: {error:.3f}" for name, error in place["held_out_error"].items())
+        lines.append(f"at {where}: position {place['position']}, ridge {place['ridge']:g} (fold errors {errors}).")
+    return lines
 
 
 def _row(domain: str, entry: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ class HeldOut:
 
     Args:
         job: the run.
-        domain: its features of expert and merged model must be in the store.
+        domain: its expert's features must be in the store.
         model: the merged model, loaded.
         chosen: indices of the sequences to measure on.
     """
@@ -50,10 +50,12 @@ class HeldOut:
         self._head = load_head(expert, model)
         self._target = expert.load("final")["hidden"][self._tokens]
         self._entropy = expert.load("entropy")["entropy"][self._tokens]
-        self._merged = job.store(job.merged_print, prompts).load("final")["hidden"][self._tokens]
+        merged = job.store(job.merged_print, prompts)
         # Where the flat tokens of the chosen sequences alone stand.
         chosen_tokens = torch.isin(inside, torch.tensor(chosen)).nonzero().squeeze(-1)
         self._inside = torch.isin(chosen_tokens, self._tokens)
+        # A fit in depth needs no final states of the merged model, so they may not be in the store.
+        self._merged = merged.load("final")["hidden"][self._tokens] if merged.has("final") else self._run()
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -83,15 +85,20 @@ class HeldOut:
                 return self._merged
             fixed: torch.Tensor = site(self._merged.float(), self._merged.float(), self._positions).detach()
             return fixed.to(self._merged.dtype)
-        states = torch.empty(self._prompts.tokens, self._merged.shape[1], dtype=self._merged.dtype)
+        with attach(self._model, {self._domain.name: correction}, self._domain.name):
+            return self._run()
+
+    def _run(self) -> torch.Tensor:
+        """[n, d] final states of the measured tokens, of the model as it is now."""
+        width = self._target.shape[1]
+        states = torch.empty(self._prompts.tokens, width, dtype=self._target.dtype)
         offsets = self._prompts.offsets
 
         def take(batch: list[int], state: torch.Tensor) -> None:
             for row, i in enumerate(batch):
                 states[offsets[i] : offsets[i + 1]] = state[row, : len(self._prompts.sequences[i])].cpu()
 
-        with attach(self._model, {self._domain.name: correction}, self._domain.name):
-            final_states(self._model, self._prompts, take, f"{self._domain.name}: held-out check")
+        final_states(self._model, self._prompts, take, f"{self._domain.name}: held-out check")
         return states[self._inside]
 
     def _measure(self, states: torch.Tensor, own_head: bool = True) -> TokenMeasures:

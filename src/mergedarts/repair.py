@@ -20,7 +20,7 @@ from .correction import Correction
 from .errors import UserError
 from .features import Readout
 from .files import check_replaceable
-from .fit import expert_extras, fit_domain, layers_needed
+from .fit import expert_extras, fit_domain, layers_needed, needs_final
 from .heldout import HeldOut
 from .job import DomainJob, Job, check_lengths, prepare, run_expert, run_merged
 from .measures import TokenMeasures, bootstrap, ratio
@@ -94,7 +94,7 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
     run = job.run
     with clock.stage("merged features"):
         model: PreTrainedModel | None = None
-        for domain in domains:
+        for domain in domains if needs_final(job) else ():
             model = run_merged(job, domain, model)
         model = model or job.load(job.merged)
         readout = Readout(model)

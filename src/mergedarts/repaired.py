@@ -60,12 +60,24 @@ class _Sequences(_Part):
     held_out: int
 
 
+class _Choice(_Part):
+    layer: int | None = None
+    position: str
+    ridge: float
+    held_out_error: dict[str, float]
+
+
+class _Choices(_Part):
+    probes: list[_Choice] = []
+
+
 class _Domain(_Part):
     expert: str
     sequences: _Sequences
     parameters: int
     shipped: bool
     held_out: _HeldOut | None
+    choices: _Choices
     notes: list[str]
 
 

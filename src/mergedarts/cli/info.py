@@ -22,6 +22,7 @@ def info(
     if as_json:
         emit(config)
         return
+    from ..card import considered
     from .tables import held_out_table
 
     merged, settings = config["merged"], config["settings"]
@@ -37,6 +38,7 @@ def info(
         lines.append(
             f"{name:<13} expert {entry['expert']}; {entry['sequences']['fit']} sequences fitted; sites: {where}"
         )
+        lines += [f"{'':<13} {line}" for line in considered(entry)]
         lines += [f"{'':<13} note: {note}" for note in entry["notes"]]
     for line in lines:
         out.print(clean(line), highlight=False, markup=False, soft_wrap=True)

@@ -29,6 +29,11 @@ def layers_needed(job: Job) -> list[int]:
     return layers_of(job, load_config(job.merged).num_hidden_layers) if wants_depth(job) else []
 
 
+def needs_final(job: Job) -> bool:
+    """Whether a fit reads the merged model's final states."""
+    return not wants_depth(job) and not wants_weights(job)
+
+
 def expert_extras(job: Job, domain: DomainJob, fitted: list[int], expert: PreTrainedModel | None) -> None:
     """Make sure the store holds what a fit reads of the expert beside its states: metrics of layers, linear weights.
 
