@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 
 FAMILIES = {
     "mergedarts (default)": ("#1b6ca8", "o-", ("default 0.1%", "default 0.3%", "default 305k", "default 1%")),
-    "LoRA by truncated SVD": ("#c0562b", "s--", ("svd 0.1%", "svd 0.3%", "svd rank 1", "svd 1%")),
+    "LoRA by truncated SVD": ("#c0562b", "s--", ("svd 0.1%", "svd 0.3%", "svd 305k", "svd 1%")),
     "DARTS as published": ("#3b8a4c", "D", ("paper",)),
     "Representation Surgery": ("#8a5fa8", "^", ("surgery",)),
 }

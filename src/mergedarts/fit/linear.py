@@ -96,11 +96,17 @@ def truncated(difference: torch.Tensor, gram: torch.Tensor | None = None) -> Fac
     return Factors(up.float(), down.float(), gains.tolist())
 
 
-def spend(factors: dict[str, Factors], budget: int) -> dict[str, int]:
-    """Ranks by layer that buy most under a budget of parameters: the dearest gain a parameter first."""
-    heap = [(-f.gains[0] / f.cost, name) for name, f in factors.items() if f.gains and f.gains[0] > 0]
+def spend(factors: dict[str, Factors], budget: int, even: bool = False) -> dict[str, int]:
+    """Ranks by layer under a budget of parameters: the dearest gain a parameter first.
+
+    With `even`, first the same rank everywhere, as far as the budget goes. Gains of different layers are not of one
+    unit where they know nothing of the activations (on the testbed, spending by them alone is worse than evenly).
+    """
+    base = budget // sum(f.cost for f in factors.values()) if even else 0
+    ranks = {name: min(base, len(f.gains)) for name, f in factors.items() if base}
+    budget -= sum(factors[name].cost * rank for name, rank in ranks.items())
+    heap = [(-f.gains[base] / f.cost, name) for name, f in factors.items() if base < len(f.gains) and f.gains[base] > 0]
     heapq.heapify(heap)
-    ranks: dict[str, int] = {}
     while heap:
         _, name = heapq.heappop(heap)
         factor = factors[name]
@@ -127,7 +133,7 @@ def fit_svd(model: PreTrainedModel, expert: FeatureStore, budget: int, rank: int
         for name, difference in differences(model, expert):
             factors[name] = truncated(difference)
             advance(1)
-    ranks = dict.fromkeys(factors, rank) if rank else spend(factors, budget)
+    ranks = dict.fromkeys(factors, rank) if rank else spend(factors, budget, even=True)
     return Correction({name: factors[name].site(min(r, MAX_RANK)) for name, r in _ordered(factors, ranks)})
 
 
