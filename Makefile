@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-quick lint clean
+.PHONY: demo test test-quick lint bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -23,6 +23,12 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/fit.py --json > docs/fit.json.new
+	mv docs/fit.json.new docs/fit.json
+	$(BIN)/python benchmarks/markdown.py docs/fit.json
+	$(BIN)/python benchmarks/picture.py docs/fit.json docs/fit.png
 
 clean:
 	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache
