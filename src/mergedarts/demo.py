@@ -74,7 +74,8 @@ def demo(samples: int = 50, examples: int = 40, speak: bool = True) -> DemoResul
         },
     }
     folders = {"merged": merged}
-    for name, preset in VARIANTS:
+    # The default first: it reads the expert's states at every layer, of which the others need the last alone.
+    for name, preset in reversed(VARIANTS):
         say(f"calibrating {name}")
         folders[name] = cache_dir() / "testbed" / "repaired" / name
         run = parse_run(settings | {"preset": preset})
