@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Rows of the demo's table between merged and expert: name, preset and what it is.
 VARIANTS = (("surgery", "surgery"), ("darts", "paper"), ("repaired", "default"))
-NEW_TOKENS = 60
+NEW_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DemoResult:
     folders: dict[str, Path]
 
 
-def demo(samples: int = 50, examples: int = 40, speak: bool = True) -> DemoResult:
+def demo(samples: int = 50, examples: int = 30, speak: bool = True) -> DemoResult:
     """Run the testbed from nothing.
 
     Args:
