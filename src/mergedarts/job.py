@@ -5,7 +5,9 @@ Knows how a run file's names become models, prompt sets and features; fits and w
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,8 +73,16 @@ class Job:
     def load(self, ref: ModelRef) -> PreTrainedModel:
         """Load a model after letting go of what was loaded before."""
         gc.collect()
+        _return_memory()
         say(f"loading {ref}")
         return load_model(ref, self.dtype, self.device)
+
+
+def _return_memory() -> None:
+    """Give freed memory back to the system where the C library keeps it (glibc), so that models do not add up."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def prepare(run: RunFile, base: Path) -> Job:
