@@ -39,7 +39,9 @@ class Domain(Settings):
     """One task of the merged model, and the expert that knows it."""
 
     expert: str = Field(description="model folder, hub id, `model+adapter`, or a name from mergekit_config.yml")
-    prompts: str | DatasetPrompts = Field(description="JSON lines, plain text of one prompt a line, or a data set")
+    prompts: str | DatasetPrompts | None = Field(
+        None, description="JSON lines, plain text of one prompt a line, or a data set; `form: svd` can do without"
+    )
     samples: int = Field(50, ge=1, le=100_000, description="calibration examples, taken from the start of the file")
     rollout: int = Field(128, ge=0, le=8192, description="tokens the expert writes where an example has no response")
 
@@ -181,6 +183,11 @@ class RunFile(Settings):
         if (self.merged is None) == (self.merge is None):
             raise ValueError("give one of 'merged' (a model) and 'merge' (a mergekit config)")
         c, f = self.correction, self.fit
+        for name, domain in self.domains.items():
+            if domain.prompts is None and c.form != "svd":
+                raise ValueError(
+                    f"'domains.{name}.prompts' is missing; only 'correction.form: svd' fits without prompts"
+                )
         if f.method == "adam" and (c.sites not in ("auto", "final") or c.form not in ("auto", "residual")):
             raise ValueError("'fit.method: adam' fits the final site only; use 'closed-form' for other sites and forms")
         if f.method == "adam" and c.position_form is not None and c.position_form.form == "smooth":

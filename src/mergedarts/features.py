@@ -30,8 +30,9 @@ class _Stop(Exception):
     """Ends a forward pass at the output embedding, before its product."""
 
 
-def batches(prompts: PromptSet, tokens: int = BATCH_TOKENS) -> list[list[int]]:
-    """Indices of the sequences in batches of like length, each of at most `tokens` padded tokens."""
+def batches(prompts: PromptSet, tokens: int | None = None) -> list[list[int]]:
+    """Indices of the sequences in batches of like length, each of at most `tokens` (BATCH_TOKENS) padded tokens."""
+    tokens = BATCH_TOKENS if tokens is None else tokens
     order = sorted(range(len(prompts.sequences)), key=lambda i: (-len(prompts.sequences[i]), i))
     out: list[list[int]] = []
     for i in order:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DomainJob:
-    """One domain: its expert and the sequences to calibrate with."""
+    """One domain: its expert and the sequences to calibrate with, none where it is fitted without prompts."""
 
     name: str
     expert: ModelRef
@@ -114,9 +114,10 @@ def prepare(run: RunFile, base: Path) -> Job:
         check_tokenizer(examples[name], tokenizer, load_tokenizer(expert), str(merged), str(expert))
         prompts = PromptSet(tuple(encode(examples[name], tokenizer, eos, run.max_tokens)))
         unanswered = tuple(i for i, e in enumerate(examples[name]) if not e.has_response)
-        largest = max(max(s.ids) for s in prompts.sequences)
-        check_ids(merged, largest)
-        check_ids(expert, largest)
+        if prompts.sequences:
+            largest = max(max(s.ids) for s in prompts.sequences)
+            check_ids(merged, largest)
+            check_ids(expert, largest)
         domains.append(DomainJob(name, expert, expert_print, prompts, domain.rollout, unanswered))
     return Job(run, merged, merged_print, DTYPES[run.dtype], device, frozenset(eos), tuple(domains))
 

@@ -90,7 +90,7 @@ class PromptSet:
 
 def split(count: int, holdout: float, seed: int) -> tuple[list[int], list[int]]:
     """Indices of the sequences to fit on and of those held out, at least one of each where `holdout` is above 0."""
-    if holdout == 0:
+    if holdout == 0 or count == 0:
         return list(range(count)), []
     if count < 2:
         raise UserError("One prompt leaves nothing to hold out; give at least two, or set 'fit.holdout: 0'.")
@@ -100,11 +100,13 @@ def split(count: int, holdout: float, seed: int) -> tuple[list[int], list[int]]:
 
 
 def read_examples(domain: Domain, name: str, base: Path) -> list[Example]:
-    """The first `samples` examples of a domain.
+    """The first `samples` examples of a domain; none where it has no prompts.
 
     Raises:
         UserError: the file is missing, empty, too large, or a line is not an example; names file and line.
     """
+    if domain.prompts is None:
+        return []
     if isinstance(domain.prompts, DatasetPrompts):
         return _from_dataset(domain.prompts, domain.samples)
     path = Path(domain.prompts).expanduser()

@@ -73,8 +73,10 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
     with clock.stage("expert features"):
         domains = []
         for domain in job.domains:
-            ready, expert = run_expert(job, domain, layers_needed(job))
-            check_lengths(ready)
+            ready, expert = domain, None
+            if domain.prompts.sequences:
+                ready, expert = run_expert(job, domain, layers_needed(job))
+                check_lengths(ready)
             expert_extras(job, ready, split_of(job, ready)[0], expert)
             domains.append(ready)
             del expert
@@ -111,7 +113,10 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
         else:
             corrections[domain.name] = Correction()
             warn(f"domain '{domain.name}' is not improved on held-out prompts and ships uncorrected.")
-        for note in result.notes:
+        notes = result.notes
+        if not held:
+            notes = [*notes, "nothing was held out, so whether the repair helps was not measured."]
+        for note in notes:
             warn(f"domain '{domain.name}': {note}")
         described[domain.name] = {
             "expert": str(domain.expert),
@@ -123,7 +128,7 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
             "shipped": shipped,
             "held_out": table,
             "choices": result.choices,
-            "notes": result.notes,
+            "notes": notes,
         }
     total = parameter_count(model)
     added = sum(d["parameters"] for d in described.values())

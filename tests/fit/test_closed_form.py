@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
-from mergedarts.fit.closed_form import Statistics, choose_ridge, error, regularised, reweighted, solve
+from mergedarts.fit.closed_form import Solution, Statistics, choose_ridge, error, regularised, reweighted, solve
 from tests.fit import slow
 
 KINDS = ["none", "constant", "smooth", "table"]
@@ -47,7 +47,8 @@ def statistics(x, f, d, w):
 
 
 def dense_of(ridge, rank, k):
-    return ridge.at_rank(rank).dense(k).numpy()
+    left, right = ridge.at_rank(rank).factors(k)
+    return (left @ right).numpy()
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -148,8 +149,20 @@ def test_gains_are_the_decreases_of_the_objective(kind, inside):
     x, f, d, w, metric = problem(kind)
     ridge = solve(statistics(x, f, d, w), 0.2, torch.tensor(metric), inside)
     losses = [slow.objective(x, f, d, w, metric, 0.2, dense_of(ridge, r, f.shape[1])) for r in range(5)]
-    np.testing.assert_allclose(ridge.gains.numpy(), -np.diff(losses), rtol=1e-8, atol=1e-9 * losses[0])
-    assert (ridge.gains.diff() <= 1e-9).all()
+    gains = ridge.leading(4)[0]
+    np.testing.assert_allclose(gains.numpy(), -np.diff(losses), rtol=1e-8, atol=1e-9 * losses[0])
+    assert (gains.diff() <= 1e-9).all()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("m", ["metric", None])
+def test_few_of_many_directions_are_the_leading_ones(inside, m):
+    """Where the rank is far below the width the eigenpairs come from Lanczos: the same as of the dense matrix."""
+    x, f, d, w, metric = problem(n=60, d_in=24, d_out=40, seed=5)
+    use = torch.tensor(metric) if m else None
+    ridge = solve(statistics(x, f, d, w), 0.1, use, inside)
+    want = slow.truncated(x, f, d, w, metric if m else np.eye(40), 0.1, 3, inside)
+    np.testing.assert_allclose(dense_of(ridge, 3, f.shape[1]), want, rtol=1e-7, atol=1e-9 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("reference", ["truncated", "alternating"])
@@ -179,7 +192,8 @@ def test_site_applies_what_was_solved(kind, inside):
     site = solution.site("residual", forms[kind])
     h = torch.tensor(x).float()
     got = site(h, h, torch.arange(len(x)) % 12).detach().numpy()
-    dense = solution.dense(f.shape[1]).numpy()
+    left, right = solution.factors(f.shape[1])
+    dense = (left @ right).numpy()
     np.testing.assert_allclose(got, x + x @ dense[:4] + f @ dense[4:], rtol=2e-4, atol=2e-4 * np.abs(x).max())
 
 
@@ -187,12 +201,19 @@ def test_site_applies_what_was_solved(kind, inside):
 def test_error_is_a_mean_over_tokens(m):
     x, f, d, w, metric = problem()
     use = metric if m else np.eye(4)
-    dense = np.random.default_rng(3).normal(size=(8, 4))
+    made = np.random.default_rng(3)
+    solution = Solution(
+        torch.tensor(made.normal(size=(2, 8 - f.shape[1]))), torch.tensor(made.normal(size=(4, 2))),
+        torch.tensor(made.normal(size=(f.shape[1], 4))), torch.tensor(made.normal(size=(f.shape[1], 2))),
+    )  # fmt: skip
+    dense = np.concatenate([
+        (solution.up @ solution.down).T.numpy(), (solution.functions + solution.inner @ solution.up.T).numpy()
+    ])  # fmt: skip
     total = 0.0
     for t in range(len(w)):
         r = d[t] - dense.T @ np.concatenate([x[t], f[t]])
         total += w[t] * r @ use @ r
-    got = error(statistics(x, f, d, w), torch.tensor(dense), torch.tensor(metric) if m else None)
+    got = error(statistics(x, f, d, w), solution, torch.tensor(metric) if m else None)
     assert got == pytest.approx(total / w.sum(), rel=1e-10)
 
 

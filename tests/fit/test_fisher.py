@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import numpy as np
 import pytest
 import torch
 
@@ -17,25 +20,26 @@ LENGTHS = (9, 6, 12, 6, 7)
 CHOSEN = [0, 1, 2, 4]
 
 
-def by_hand(model, prompts, chosen, layers, seed, budget):
-    """Gradients [T, d] by sequence and layer: tokens drawn in order of the batches, a backward pass a sequence."""
+def by_hand(model, prompts, chosen, layers, seed):
+    """Gradients [T, d] by sequence and layer: a token drawn at each position, a backward pass a sequence."""
     part = prompts.subset(chosen)
     answered = any(any(s.predicts) for s in part.sequences)
     marks = [s.predicts if answered else (*[True] * (len(s) - 1), False) for s in part.sequences]
-    order = sorted(range(len(part.sequences)), key=lambda i: (-len(part.sequences[i]), i))
-    groups = []
-    for i in order:
-        if groups and (len(groups[-1]) + 1) * len(part.sequences[groups[-1][0]]) <= budget:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    generator = torch.Generator().manual_seed(seed)
-    drawn = {}
-    for group in groups:
-        probabilities = [head_input(model, part.sequences[i].ids)[1].softmax(-1)[torch.tensor(marks[i])] for i in group]
-        tokens = torch.multinomial(torch.cat(probabilities), 1, generator=generator).squeeze(-1)
-        for i, own in zip(group, tokens.split([len(p) for p in probabilities]), strict=True):
-            drawn[i] = own
+    drawn = []
+    for i, s in enumerate(part.sequences):
+        copy = part.sequences[:i].count(s)
+        key = hashlib.sha256(repr(s.ids).encode()).digest()[:8]
+        uniform = np.random.default_rng([seed, copy, *key]).random(len(s))
+        probabilities = head_input(model, s.ids)[1].double().softmax(-1)
+        own = []
+        for t in range(len(s)):
+            if marks[i][t]:
+                token, left = 0, uniform[t]
+                while token < len(probabilities[t]) - 1 and left >= probabilities[t][token]:
+                    left -= float(probabilities[t][token])
+                    token += 1
+                own.append(token)
+        drawn.append(torch.tensor(own))
     gradients = []
     for i, s in enumerate(part.sequences):
         caught = {}
@@ -73,7 +77,7 @@ def test_powers_and_last_matrix_equal_explicit_gradients(family, budget, answere
     model, prompts = tiny(family), prompt_set(LENGTHS, response=3 if answered else None)
     layers = [0, LAYERS - 1]
     got = collected(model, prompts, CHOSEN, layers, seed=2)
-    gradients = by_hand(model, prompts, CHOSEN, layers, 2, budget)
+    gradients = by_hand(model, prompts, CHOSEN, layers, 2)
     for i in layers:
         response = [float(g[i][t].square().sum()) for m, g in gradients for t in range(len(m)) if m[t]]
         prompt = [float(g[i][t].square().sum()) for m, g in gradients for t in range(len(m)) if not m[t]]
@@ -91,7 +95,7 @@ def test_matrix_counts_all_tokens_and_is_a_response_token(family):
     """At an early layer, where prompt tokens have gradients as well: all tokens' g g', a response token."""
     model, prompts = tiny(family), prompt_set(LENGTHS)
     got = collected(model, prompts, CHOSEN, [0])[0]
-    gradients = by_hand(model, prompts, CHOSEN, [0], 0, 512)
+    gradients = by_hand(model, prompts, CHOSEN, [0], 0)
     want = torch.zeros(D, D, dtype=torch.float64)
     for m, g in gradients:
         for t in range(len(m)):

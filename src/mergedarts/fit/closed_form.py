@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from scipy.linalg import lapack
+from scipy.sparse.linalg import LinearOperator, eigsh
 
 from ..correction import Kind, Position, SiteCorrection
 
@@ -49,7 +52,8 @@ class Statistics:
         phi = torch.cat([x.float(), f.to(x.device).float()], 1)
         scaled = phi * weights.to(phi)[:, None]
         target = d.float()
-        # Products in float32 over at most a few thousand tokens, sums of them in float64.
+        # Products in float32 over at most a few thousand tokens, sums of them in float64; those with the position
+        # functions, which may be nearly dependent, wholly in float64.
         xx, xd, dd = (
             torch.zeros(a, b, dtype=torch.float64)
             for a, b in ((phi.shape[1], phi.shape[1]), (phi.shape[1], d.shape[1]), (d.shape[1], d.shape[1]))
@@ -60,6 +64,13 @@ class Statistics:
             xx += (s.T @ p).double().cpu()
             xd += (s.T @ t).double().cpu()
             dd += ((t * w[:, None]).T @ t).double().cpu()
+        n = x.shape[1]
+        xx[n:], xd[n:] = 0.0, 0.0
+        for p, t, w in zip(phi.split(2048), target.split(2048), weights.split(2048), strict=True):
+            heavy = p[:, n:].cpu().double() * w.cpu().double()[:, None]
+            xx[n:] += heavy.T @ p.cpu().double()
+            xd[n:] += heavy.T @ t.cpu().double()
+        xx[:n, n:] = xx[n:, :n].T
         return cls((xx + xx.T) / 2, xd, (dd + dd.T) / 2, float(weights.double().sum()), f.shape[1])
 
     def penalised(self, penalty: torch.Tensor) -> Statistics:
@@ -88,10 +99,9 @@ class Ridge:
         full: [d_in, d_out] map from x~ to the predicted D.
         free: [k, d_out] map from f to it, for functions inside the rank; None where they are outside.
         centre: [d_in, k] the regression of x on f.
-        gains: [d_out] decrease of the penalised weighted error in the metric by each further rank, falling.
-        basis: [d_out, d_out] eigenvectors that go with the gains, in the whitened metric.
+        half: [d_in + k', d_out] with half' half the fitted values' Gram matrix: k' = k for functions inside the rank.
         root: [d_out, d_out] upper triangular, root' root the metric.
-        condition: condition number of the scaled input matrix that was solved.
+        condition: condition number (1-norm, estimated) of the scaled input matrix that was to be solved.
         helped: whether the ridge was raised because the matrix could not be solved otherwise.
     """
 
@@ -99,15 +109,31 @@ class Ridge:
     full: torch.Tensor
     free: torch.Tensor | None
     centre: torch.Tensor
-    gains: torch.Tensor
-    basis: torch.Tensor
+    half: torch.Tensor
     root: torch.Tensor
     condition: float
     helped: bool
 
+    def leading(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decrease [r] of the penalised weighted error in the metric by each further rank, and its vectors [d_out, r].
+
+        The leading eigenpairs of root half' half root': by Lanczos where few of many are wanted, dense otherwise.
+        """
+        width = self.root.shape[0]
+        if 0 < 8 * rank < width:
+            half, root = self.half.numpy(), self.root.numpy()
+            whole = LinearOperator((width, width), lambda v: root @ (half.T @ (half @ (root.T @ v))), dtype=np.float64)
+            start = np.random.default_rng(0).standard_normal(width)
+            values, vectors = (torch.from_numpy(a.copy()) for a in eigsh(whole, rank, v0=start))
+        else:
+            seen = self.half @ self.root.T
+            values, vectors = torch.linalg.eigh(seen.T @ seen)
+        order = values.argsort(descending=True)[:rank]
+        return values[order].clamp(min=0), vectors[:, order]
+
     def at_rank(self, rank: int) -> Solution:
         """The solution of rank r."""
-        vectors = self.basis[:, :rank]
+        vectors = self.leading(rank)[1]
         down = vectors.T @ self.root @ self.full.T
         up = torch.linalg.solve_triangular(self.root, vectors, upper=True)
         s = self.statistics
@@ -129,14 +155,15 @@ class Solution:
     functions: torch.Tensor | None = None
     inner: torch.Tensor | None = None
 
-    def dense(self, k: int) -> torch.Tensor:
-        """[d_in + k, d_out] the same as one map of (x, f)."""
-        of_f = torch.zeros(k, self.up.shape[0], dtype=torch.float64)
+    def factors(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as one map of (x, f), left [d_in + k, m] times right [m, d_out]."""
+        rank = self.down.shape[0]
+        inner = torch.zeros(k, rank, dtype=torch.float64) if self.inner is None else self.inner
+        left, right = torch.cat([self.down.T, inner]), self.up.T
         if self.functions is not None:
-            of_f = of_f + self.functions
-        if self.inner is not None:
-            of_f = of_f + self.inner @ self.up.T
-        return torch.cat([self.down.T @ self.up.T, of_f])
+            own = torch.cat([torch.zeros(left.shape[0] - k, k, dtype=torch.float64), torch.eye(k, dtype=torch.float64)])
+            left, right = torch.cat([left, own], 1), torch.cat([right, self.functions])
+        return left, right
 
     def site(self, kind: Kind, position: Position | None) -> SiteCorrection:
         """As what is subtracted: h' = h - (-up) (down x + inner' f) - (-functions)' f."""
@@ -187,22 +214,27 @@ def solve(statistics: Statistics, ridge: float, metric: torch.Tensor | None = No
     right = xd / scale[:, None]
     scaled[dead, :], scaled[:, dead], right[dead] = 0.0, 0.0, 0.0
     scaled.diagonal().add_(torch.where(dead, torch.ones_like(power), torch.full_like(power, ridge)))
-    values = torch.linalg.eigvalsh(scaled)
-    condition = float(values[-1] / values[0].clamp(min=floor)) if values[0] > 0 else float("inf")
+    factor, condition = _factor(scaled)
     helped = condition > MAX_CONDITION
     if helped:
-        lift = values[-1] / MAX_CONDITION
-        scaled.diagonal().add_(lift - values[0].clamp(max=0))
-    factor = torch.linalg.cholesky(scaled)
+        values = torch.linalg.eigvalsh(scaled)
+        scaled.diagonal().add_(values[-1] / MAX_CONDITION - values[0].clamp(max=0))
+        factor = torch.linalg.cholesky(scaled)
     half = torch.linalg.solve_triangular(factor, right, upper=False)
-    full = torch.cholesky_solve(right, factor) / scale[:, None]
-    root = _root(metric, s.xd.shape[1])
-    fitted = half.T @ half
+    full = torch.linalg.solve_triangular(factor.T, half, upper=True) / scale[:, None]
     if free is not None:
-        fitted = fitted + free.T @ s.xx[n:, n:] @ free
-    fitted = root @ fitted @ root.T
-    gains, basis = torch.linalg.eigh((fitted + fitted.T) / 2)
-    return Ridge(s, full, free, centre, gains.flip(0).clamp(min=0), basis.flip(1), root, condition, helped)
+        values, vectors = torch.linalg.eigh(s.xx[n:, n:])
+        half = torch.cat([half, values.clamp(min=0).sqrt()[:, None] * (vectors.T @ free)])
+    return Ridge(s, full, free, centre, half, _root(metric, s.xd.shape[1]), condition, helped)
+
+
+def _factor(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Cholesky factor and estimated condition number in the 1-norm (LAPACK's pocon), infinite where there is none."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if failed or len(matrix) == 0:
+        return factor, float("inf") if failed else 1.0
+    reciprocal, _ = lapack.dpocon(factor.numpy(), float(matrix.abs().sum(0).max()), uplo="L")
+    return factor, 1 / reciprocal if reciprocal > 0 else float("inf")
 
 
 def _root(metric: torch.Tensor | None, width: int) -> torch.Tensor:
@@ -220,14 +252,17 @@ def regularised(metric: torch.Tensor, share: float = 0.02) -> torch.Tensor:
     return metric + share * mean * torch.eye(metric.shape[0], dtype=torch.float64)
 
 
-def error(statistics: Statistics, dense: torch.Tensor, metric: torch.Tensor | None) -> float:
-    """Weighted squared error, a token, of a map [d_in + k, d_out] of (x, f) in a metric.
+def error(statistics: Statistics, solution: Solution | None, metric: torch.Tensor | None) -> float:
+    """Weighted squared error, a token, of a solution (None: of no correction) in a metric.
 
     From the statistics alone, so that held-out folds are scored without their tokens.
     """
     s = statistics
-    residual: torch.Tensor = s.dd - dense.T @ s.xd - s.xd.T @ dense + dense.T @ s.xx @ dense
-    value = residual.diagonal().sum() if metric is None else (metric * residual).sum()
+    value = s.dd.diagonal().sum() if metric is None else (metric * s.dd).sum()
+    if solution is not None:
+        left, right = solution.factors(s.functions)
+        seen = right if metric is None else right @ metric
+        value = value - 2 * ((left.T @ s.xd) * seen).sum() + ((left.T @ s.xx @ left @ right) * seen).sum()
     return float(value) / max(s.weight, 1e-300)
 
 
@@ -246,9 +281,8 @@ def choose_ridge(
         for fold in folds:
             if fold.weight <= 0 or whole.weight - fold.weight <= 0:
                 continue
-            dense = solve(whole - fold, ridge, metric, inside).at_rank(rank).dense(fold.functions)
-            total += fold.weight * error(fold, dense, metric)
-            base += fold.weight * error(fold, torch.zeros_like(dense), metric)
+            total += fold.weight * error(fold, solve(whole - fold, ridge, metric, inside).at_rank(rank), metric)
+            base += fold.weight * error(fold, None, metric)
         scores[ridge] = total / base if base > 0 else 1.0
     return min(scores, key=lambda r: (scores[r], -r)), scores
 

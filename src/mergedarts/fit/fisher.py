@@ -7,16 +7,19 @@ state (Amari 1998; its use as a metric for layer-wise fits is that of K-FAC, Mar
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..features import Readout, batches, hooked, padded, state_of
 from ..models import decoder_layers
 from ..progress import bar
-from ..prompts import PromptSet
+from ..prompts import PromptSet, TokenSequence
 from ..store import FeatureStore
 
 if TYPE_CHECKING:
@@ -54,7 +57,8 @@ def collect_fisher(
     """One forward and one backward pass through the expert over some sequences; a file in the store for each layer.
 
     g_t is the gradient, with respect to the state after a layer at position t, of the summed log-likelihood of one
-    token drawn at each position that predicts a response token from the expert's own prediction there.
+    token drawn at each position that predicts a response token from the expert's own prediction there. What is drawn
+    depends on the seed and the sequence alone (and on how many equal ones stand before it), not on the order of others.
     """
     part = prompts.subset(chosen)
     width = model.get_output_embeddings().weight.shape[1]
@@ -67,7 +71,11 @@ def collect_fisher(
     counts = torch.zeros(2, dtype=torch.float64)
     named = decoder_layers(model)
     readout = Readout(model)
-    generator = torch.Generator().manual_seed(seed)
+    copies: Counter[TokenSequence] = Counter()
+    uniform = []
+    for s in part.sequences:
+        uniform.append(_uniform(s, seed, copies[s]))
+        copies[s] += 1
     states: dict[int, torch.Tensor] = {}
     final: list[torch.Tensor] = []
     hooks: list[Any] = [
@@ -84,13 +92,15 @@ def collect_fisher(
             model.get_decoder()(input_ids=ids, use_cache=False)
             mask = torch.zeros(ids.shape, dtype=torch.bool)
             real = torch.zeros(ids.shape, dtype=torch.bool)
+            drawn = torch.zeros(ids.shape, dtype=torch.float64)
             for row, i in enumerate(batch):
+                drawn[row, : len(part.sequences[i])] = uniform[i]
                 mask[row, : len(part.sequences[i])] = predicts[i]
                 real[row, : len(part.sequences[i])] = True
             mask_d = mask.to(device)
             state = final.pop()
             gradient = torch.zeros_like(state)
-            gradient[mask_d] = _score(readout, state.detach()[mask_d], generator)
+            gradient[mask_d] = _score(readout, state.detach()[mask_d], drawn[mask])
             taken = torch.autograd.grad(state, [states[i] for i in layers], gradient)
             for i, g in zip(layers, taken, strict=True):
                 flat = g[real.to(device)].float()
@@ -119,19 +129,26 @@ def head_metric(readout: Readout, states: torch.Tensor, samples: int = 4, seed: 
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros(states.shape[1], states.shape[1], dtype=torch.float64)
     for _ in range(samples):
-        g = _score(readout, states, generator).float()
+        g = _score(readout, states, torch.rand(len(states), dtype=torch.float64, generator=generator)).float()
         total += (g.T @ g).double().cpu()
     return total / (samples * max(1, len(states)))
 
 
-def _score(readout: Readout, states: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Gradient of log p(y | state) at one drawn y for each state [n, d]; chunk by chunk."""
+def _uniform(sequence: TokenSequence, seed: int, copy: int) -> torch.Tensor:
+    """[T] numbers in [0, 1) that a sequence's own tokens, a seed and the number of a copy determine."""
+    own = hashlib.sha256(repr(sequence.ids).encode()).digest()
+    return torch.from_numpy(np.random.default_rng([seed, copy, *own[:8]]).random(len(sequence)))
+
+
+def _score(readout: Readout, states: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Gradient of log p(y | state) at one y for each state [n, d], drawn by uniform numbers [n]; chunk by chunk."""
     out = torch.empty_like(states)
     for start in range(0, len(states), readout.chunk):
         with torch.enable_grad():
             h = states[start : start + readout.chunk].detach().requires_grad_()
             log_p = readout.logits(h).log_softmax(-1)
-            # Drawn on the CPU, so that every device draws the same tokens.
-            drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=generator).to(h.device)
+            below = log_p.detach().cpu().double().exp().cumsum(-1)
+            at = uniform[start : start + readout.chunk, None] * below[:, -1:]
+            drawn = torch.searchsorted(below, at, right=True).clamp(max=below.shape[-1] - 1).to(h.device)
             (out[start : start + readout.chunk],) = torch.autograd.grad(log_p.gather(-1, drawn).sum(), h)
     return out

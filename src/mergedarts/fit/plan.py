@@ -98,12 +98,12 @@ def closed_form(
 ) -> FitResult:
     """Fit one domain by closed form, within `budget` parameters where the settings leave ranks open."""
     correction = job.run.correction
-    expert = job.store(domain.expert_print, domain.prompts)
-    data = _Tokens(job, domain, expert, fitted)
     rank = correction.rank if isinstance(correction.rank, int) else None
     if correction.form == "svd":
         weights = job.weights_store(domain)
         return FitResult(fit_svd(model, weights, budget, rank, f"{domain.name}: truncated SVD"))
+    expert = job.store(domain.expert_print, domain.prompts)
+    data = _Tokens(job, domain, expert, fitted)
     if correction.form == "linear":
         found = fit_linear(
             model, domain.prompts.subset(fitted), job.weights_store(domain), data.weights(None), budget, rank,
