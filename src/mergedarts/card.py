@@ -72,6 +72,11 @@ def considered(entry: dict[str, Any]) -> list[str]:
     choices = entry.get("choices", {})
     places = choices.get("probes", [choices] if "held_out_error" in choices else [])
     lines = []
+    if share := choices.get("svd_share_kl"):
+        tried = ", ".join(f"{name}: {kl:.4f}" for name, kl in share.items())
+        lines.append(
+            f"share of the budget for weight updates: {choices['svd_share']:g} (KL of kept-back thirds {tried})."
+        )
     for place in places:
         where = f"layer {place['layer']}" if "layer" in place else "final site"
         errors = ", ".join(f"{name}: {error:.3f}" for name, error in place["held_out_error"].items())

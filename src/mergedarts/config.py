@@ -79,6 +79,16 @@ class EverySite(Settings):
     every: int = Field(ge=1)
 
 
+def _share(value: Any) -> Any:
+    """Read `0.1%` as 0.001."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            return float(value.strip()[:-1]) / 100
+        except ValueError:
+            return value
+    return value
+
+
 class CorrectionSettings(Settings):
     """What is added to the merged model. `auto` values are chosen by held-out error within the budget."""
 
@@ -86,6 +96,9 @@ class CorrectionSettings(Settings):
     sites: Literal["auto", "final", "all"] | EverySite | Annotated[list[int], Field(min_length=1)] = "auto"
     rank: Annotated[int, Field(ge=1, le=1 << 16, strict=True)] | Literal["auto", "full"] = "auto"
     position: Annotated[PositionForm, BeforeValidator(_position)] | Literal["auto"] = "auto"
+    svd_share: Annotated[float, BeforeValidator(_share), Field(ge=0, lt=1)] | Literal["auto"] = Field(
+        "auto", description="share of the budget for truncated-SVD weight updates under the corrections in depth"
+    )
     positions: int | None = Field(None, ge=1, le=1 << 20, description="short for `position: {table: P}`")
 
     @model_validator(mode="after")
@@ -119,16 +132,6 @@ class FitSettings(Settings):
     lr: float = Field(1e-3, gt=0)
     seed: int = Field(0, ge=0)
     holdout: float = Field(0.2, ge=0, lt=1, description="share of whole sequences kept for checking the fit")
-
-
-def _share(value: Any) -> Any:
-    """Read `0.1%` as 0.001."""
-    if isinstance(value, str) and value.strip().endswith("%"):
-        try:
-            return float(value.strip()[:-1]) / 100
-        except ValueError:
-            return value
-    return value
 
 
 class RunFile(Settings):

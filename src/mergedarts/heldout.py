@@ -5,6 +5,7 @@ Knows how to get (corrected) final states of tokens and what the expert's are; k
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,8 +55,12 @@ class HeldOut:
         # Where the flat tokens of the chosen sequences alone stand.
         chosen_tokens = torch.isin(inside, torch.tensor(chosen)).nonzero().squeeze(-1)
         self._inside = torch.isin(chosen_tokens, self._tokens)
-        # A fit in depth needs no final states of the merged model, so they may not be in the store.
-        self._merged = merged.load("final")["hidden"][self._tokens] if merged.has("final") else self._run()
+        self._stored = merged
+
+    @cached_property
+    def _merged(self) -> torch.Tensor:
+        """[n, d] final states of the merged model; a fit in depth needs none, so they may not be in the store."""
+        return self._stored.load("final")["hidden"][self._tokens] if self._stored.has("final") else self._run()
 
     def __len__(self) -> int:
         return len(self._tokens)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -284,6 +285,18 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"The device '{name}' cannot be used here ({_first_line(error)}); try 'cpu'.") from None
     return device
+
+
+@lru_cache(maxsize=8)
+def outline(ref: ModelRef) -> PreTrainedModel:
+    """A model's modules and shapes without its weights (on the meta device)."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            load_config(ref), trust_remote_code=ref.trust_remote_code
+        )
+    return model
 
 
 def parameter_count(model: PreTrainedModel) -> int:

@@ -69,6 +69,8 @@ class _Choice(_Part):
 
 class _Choices(_Part):
     probes: list[_Choice] = []
+    svd_share: float = Field(0.0, ge=0, lt=1)
+    svd_share_kl: dict[str, float] = {}
 
 
 class _Domain(_Part):

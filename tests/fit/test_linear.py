@@ -52,17 +52,19 @@ def test_in_the_metric_of_the_inputs_no_other_of_its_rank_is_better(shape):
         assert lowered == pytest.approx(sum(found.gains[:rank]), rel=1e-4)
 
 
-def test_spend_buys_the_most_under_a_budget():
+def test_spend_gives_a_rank_everywhere_before_a_second_and_narrow_layers_first():
+    """Ranks cost 4, 4, 4 and 6."""
     factors = {
-        str(i): truncated(torch.diag(torch.tensor(d))) for i, d in enumerate([[3.0, 2.0], [2.5, 0.1], [0.2, 0.0]])
+        str(i): truncated(torch.diag(torch.tensor(d)))
+        for i, d in enumerate([[2.5, 0.1], [3.0, 2.0], [0.2, 0.0], [9.0, 9.0, 9.0]])
     }
-    assert spend(factors, 4) == {"0": 1}
-    assert spend(factors, 12) == {"0": 2, "1": 1}
-    assert spend(factors, 10**6) == {"0": 2, "1": 2, "2": 1}
     assert spend(factors, 3) == {}
-    assert spend(factors, 12, even=True) == {"0": 1, "1": 1, "2": 1}
-    assert spend(factors, 17, even=True) == {"0": 2, "1": 1, "2": 1}
-    assert spend(factors, 4, even=True) == {"0": 1}
+    assert spend(factors, 4) == {"1": 1}
+    assert spend(factors, 9) == {"1": 1, "0": 1}
+    assert spend(factors, 12) == {"1": 1, "0": 1, "2": 1}
+    assert spend(factors, 18) == {"1": 1, "0": 1, "2": 1, "3": 1}
+    assert spend(factors, 22) == {"1": 2, "0": 1, "2": 1, "3": 1}
+    assert spend(factors, 10**6) == {"1": 2, "0": 2, "2": 1, "3": 3}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])

@@ -46,8 +46,9 @@ def info(
 
 
 def _sites(sites: list[dict[str, object]]) -> str:
-    ranks = [int(str(s["rank"])) for s in sites]
     if len(sites) == 1:
-        return f"{sites[0]['site']} of rank {ranks[0]}"
-    kinds = {str(s["kind"]) for s in sites}
-    return f"{len(sites)} ({', '.join(sorted(kinds))}), ranks {min(ranks)} to {max(ranks)}"
+        return f"{sites[0]['site']} of rank {sites[0]['rank']}"
+    ranks: dict[str, list[int]] = {}
+    for site in sites:
+        ranks.setdefault(str(site["kind"]), []).append(int(str(site["rank"])))
+    return "; ".join(f"{len(of)} {kind}, ranks {min(of)} to {max(of)}" for kind, of in ranks.items())

@@ -18,7 +18,16 @@ from .adam import fit_adam
 from .fisher import collect_fisher
 from .linear import WEIGHTS, keep_weights
 from .losses import token_weights
-from .plan import FitResult, closed_form, fisher_name, layers_of, wants_depth, wants_fisher, wants_weights
+from .plan import (
+    FitResult,
+    closed_form,
+    domain_budget,
+    fisher_name,
+    layers_of,
+    wants_depth,
+    wants_fisher,
+    wants_weights,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,12 +66,7 @@ def fit_domain(job: Job, domain: DomainJob, model: PreTrainedModel, readout: Rea
     """Fit one domain's correction on some of its sequences; the features must be in the store."""
     if job.run.fit.method == "adam":
         return _adam(job, domain, fitted)
-    return closed_form(job, domain, model, readout, fitted, share_of_budget(job, model))
-
-
-def share_of_budget(job: Job, model: PreTrainedModel) -> int:
-    """Parameters that one domain may add."""
-    return int(job.run.budget * parameter_count(model) / len(job.domains))
+    return closed_form(job, domain, model, readout, fitted, domain_budget(job, parameter_count(model)))
 
 
 def _adam(job: Job, domain: DomainJob, fitted: list[int]) -> FitResult:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from scipy.linalg import lapack
-from scipy.sparse.linalg import LinearOperator, eigsh
 
 from ..correction import Kind, Position, SiteCorrection
+from .eigen import leading
 
 #: Condition number of the scaled input matrix beyond which a solve is not to be trusted: products of features are
 #: summed in float32 blocks, so directions weaker than this are rounding.
@@ -117,19 +116,9 @@ class Ridge:
     def leading(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Decrease [r] of the penalised weighted error in the metric by each further rank, and its vectors [d_out, r].
 
-        The leading eigenpairs of root half' half root': by Lanczos where few of many are wanted, dense otherwise.
+        The leading eigenpairs of root half' half root'.
         """
-        width = self.root.shape[0]
-        if 0 < 8 * rank < width:
-            half, root = self.half.numpy(), self.root.numpy()
-            whole = LinearOperator((width, width), lambda v: root @ (half.T @ (half @ (root.T @ v))), dtype=np.float64)
-            start = np.random.default_rng(0).standard_normal(width)
-            values, vectors = (torch.from_numpy(a.copy()) for a in eigsh(whole, rank, v0=start))
-        else:
-            seen = self.half @ self.root.T
-            values, vectors = torch.linalg.eigh(seen.T @ seen)
-        order = values.argsort(descending=True)[:rank]
-        return values[order].clamp(min=0), vectors[:, order]
+        return leading((self.half, self.root.T), rank)
 
     def at_rank(self, rank: int) -> Solution:
         """The solution of rank r."""

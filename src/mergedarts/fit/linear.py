@@ -5,7 +5,6 @@ Knows weight differences and the algebra of their truncation; the running of sin
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from ..progress import bar
 from ..prompts import PromptSet
 from ..runtime import attach
 from ..store import FeatureStore
+from .eigen import leading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,22 +71,19 @@ class Factors:
         return SiteCorrection("linear", self.down[:rank].contiguous(), -self.up[:, :rank].contiguous())
 
 
-def truncated(difference: torch.Tensor, gram: torch.Tensor | None = None) -> Factors:
+def truncated(difference: torch.Tensor, gram: torch.Tensor | None = None, count: int = MAX_RANK) -> Factors:
     """Leading terms of the best low-rank approximation of a weight difference [out, in].
 
     Args:
         difference: expert minus merged.
         gram: [in, in] positive definite metric of the inputs (their weighted Gram matrix plus the prior's strength on
             the diagonal); None for the plain truncated SVD (Eckart & Young 1936).
+        count: terms at most.
     """
     delta = difference.double()
     root = torch.linalg.cholesky(gram) if gram is not None else None
     seen = delta if root is None else delta @ root
-    small = seen @ seen.T if seen.shape[0] <= seen.shape[1] else seen.T @ seen
-    values, vectors = torch.linalg.eigh((small + small.T) / 2)
-    count = min(MAX_RANK, len(values))
-    gains = values.flip(0)[:count].clamp(min=0)
-    lead = vectors.flip(1)[:, :count]
+    gains, lead = leading((seen.T if seen.shape[0] <= seen.shape[1] else seen,), min(count, *seen.shape))
     if seen.shape[0] <= seen.shape[1]:
         up, down = lead, lead.T @ delta
     else:
@@ -96,26 +93,19 @@ def truncated(difference: torch.Tensor, gram: torch.Tensor | None = None) -> Fac
     return Factors(up.float(), down.float(), gains.tolist())
 
 
-def spend(factors: dict[str, Factors], budget: int, even: bool = False) -> dict[str, int]:
-    """Ranks by layer under a budget of parameters: the dearest gain a parameter first.
+def spend(factors: dict[str, Factors], budget: int) -> dict[str, int]:
+    """Ranks by layer under a budget of parameters: one rank everywhere before a second, the narrowest layers first.
 
-    With `even`, first the same rank everywhere, as far as the budget goes. Gains of different layers are not of one
-    unit where they know nothing of the activations (on the testbed, spending by them alone is worse than evenly).
+    Of layers equally narrow those of larger gain come first. Gains of layers of different kinds are not of one unit, as
+    they know nothing of what follows; spending by them alone is worse on the testbed (docs/fit.md).
     """
-    base = budget // sum(f.cost for f in factors.values()) if even else 0
-    ranks = {name: min(base, len(f.gains)) for name, f in factors.items() if base}
-    budget -= sum(factors[name].cost * rank for name, rank in ranks.items())
-    heap = [(-f.gains[base] / f.cost, name) for name, f in factors.items() if base < len(f.gains) and f.gains[base] > 0]
-    heapq.heapify(heap)
-    while heap:
-        _, name = heapq.heappop(heap)
-        factor = factors[name]
-        if factor.cost > budget:
-            continue
-        budget -= factor.cost
-        rank = ranks[name] = ranks.get(name, 0) + 1
-        if rank < len(factor.gains) and factor.gains[rank] > 0:
-            heapq.heappush(heap, (-factor.gains[rank] / factor.cost, name))
+    ranks: dict[str, int] = {}
+    for rank in range(MAX_RANK):
+        able = [name for name, f in factors.items() if rank < len(f.gains) and f.gains[rank] > 0]
+        for name in sorted(able, key=lambda name: (factors[name].cost, -factors[name].gains[rank])):
+            if factors[name].cost <= budget and ranks.get(name, 0) == rank:
+                ranks[name] = rank + 1
+                budget -= factors[name].cost
     return ranks
 
 
@@ -126,15 +116,29 @@ def differences(model: PreTrainedModel, expert: FeatureStore) -> Iterator[tuple[
             yield name, stored.get_tensor(name).float() - weight_of(module).float().cpu()
 
 
-def fit_svd(model: PreTrainedModel, expert: FeatureStore, budget: int, rank: int | None, title: str) -> Correction:
-    """The data-free rival: truncated SVD of each weight difference, `rank` everywhere or spent under the budget."""
+def rank_one_cost(model: PreTrainedModel) -> int:
+    """Parameters of a rank-1 update of every linear layer."""
+    return sum(sum(weight_of(module).shape) for module in linear_layers(model).values())
+
+
+def factors_of(model: PreTrainedModel, expert: FeatureStore, budget: int, title: str) -> dict[str, Factors]:
+    """Leading terms of each layer's weight difference, four times as many as a budget pays for on average."""
+    count = min(MAX_RANK, 4 * (1 + budget // rank_one_cost(model)))
     factors: dict[str, Factors] = {}
     with bar(title, len(linear_layers(model)), "layers") as advance:
         for name, difference in differences(model, expert):
-            factors[name] = truncated(difference)
+            factors[name] = truncated(difference, count=count)
             advance(1)
-    ranks = dict.fromkeys(factors, rank) if rank else spend(factors, budget, even=True)
-    return Correction({name: factors[name].site(min(r, MAX_RANK)) for name, r in _ordered(factors, ranks)})
+    return factors
+
+
+def fit_svd(model: PreTrainedModel, expert: FeatureStore, budget: int, rank: int | None, title: str) -> Correction:
+    """The data-free rival: truncated SVD of each weight difference, `rank` everywhere or spent under the budget."""
+    if rank:
+        budget = rank * rank_one_cost(model)
+    factors = factors_of(model, expert, budget, title)
+    ranks = dict.fromkeys(factors, rank) if rank else spend(factors, budget)
+    return Correction({name: factors[name].site(r) for name, r in ordered(factors, ranks)})
 
 
 def fit_linear(
@@ -180,7 +184,7 @@ def fit_linear(
                 found = truncated(deltas.pop(name), gram + strength * torch.eye(len(gram), dtype=gram.dtype))
                 factors[name] = Factors(found.up, found.down, [g / outputs[name] for g in found.gains])
             ranks = dict.fromkeys(factors, rank) if rank else spend(factors, budget // len(blocks))
-            fitted = {name: factors[name].site(min(r, MAX_RANK)) for name, r in _ordered(factors, ranks)}
+            fitted = {name: factors[name].site(r) for name, r in ordered(factors, ranks)}
             sites |= fitted
             with attach(model, {"fit": Correction(fitted)}, "fit"):
                 for done in runner.step():
@@ -205,5 +209,6 @@ def _gather(name: str, runner: LayerRunner, weights: torch.Tensor, grams: dict[s
     return hook
 
 
-def _ordered(factors: dict[str, Factors], ranks: dict[str, int]) -> list[tuple[str, int]]:
+def ordered(factors: dict[str, Factors], ranks: dict[str, int]) -> list[tuple[str, int]]:
+    """Names and ranks above 0 in the order of the model."""
     return [(name, ranks[name]) for name in factors if ranks.get(name)]

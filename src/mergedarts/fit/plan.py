@@ -5,7 +5,7 @@ Knows the settings and the stores; the algebra, the sweep and the metric live in
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +15,17 @@ from ..correction import Correction
 from ..errors import UserError
 from ..features import Readout, load_head
 from ..files import digest_text
+from ..heldout import HeldOut
 from ..job import DomainJob, Job
+from ..models import outline, parameter_count
 from ..store import FeatureStore
 from .budget import even_ranks, site_cost
 from .final import OPEN_FORMS as FINAL_FORMS
 from .final import FinalData, fit_final
 from .fisher import Metric, load_metric
-from .linear import fit_linear, fit_svd
+from .linear import factors_of, fit_linear, fit_svd, rank_one_cost
 from .losses import token_weights
+from .mixed import choose_share, fit_share
 from .sweep import SweepSettings, sweep
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ RIDGES = (0.01, 0.1, 1.0)
 #: Position forms tried inside the rank where the settings leave them open.
 OPEN_FORMS = (PositionForm(form="constant"), PositionForm(form="smooth", size=4))
 PRIOR = 0.1
+#: Weight updates are tried where a domain's budget is at least this share of a rank-1 update of every linear layer.
+LEAST_BUDGET = 1 / 3
 #: Weight of prompt tokens in depth without a Fisher metric; about what one gives them in the early layers.
 DEPTH_PROMPT_WEIGHT = 0.2
 
@@ -63,7 +68,25 @@ def wants_fisher(job: Job) -> bool:
 
 def wants_weights(job: Job) -> bool:
     """Whether a run needs the experts' linear weights beside the merged model's."""
-    return job.run.correction.form in ("linear", "svd")
+    return job.run.correction.form in ("linear", "svd") or wants_updates(job)
+
+
+def wants_updates(job: Job) -> bool:
+    """Whether a run may spend some of its budget on weight updates beside the corrections in depth."""
+    correction = job.run.correction
+    if correction.form != "auto" or not wants_depth(job) or correction.svd_share == 0:
+        return False
+    if correction.svd_share != "auto":
+        return True
+    if correction.rank != "auto" or correction.sites not in ("auto", "all"):
+        return False  # ranks or sites that are asked for are the whole correction
+    merged = outline(job.merged)
+    return domain_budget(job, parameter_count(merged)) >= LEAST_BUDGET * rank_one_cost(merged)
+
+
+def domain_budget(job: Job, parameters: int) -> int:
+    """Parameters that one domain may add to a model of so many."""
+    return int(job.run.budget * parameters / len(job.domains))
 
 
 def layers_of(job: Job, count: int) -> list[int]:
@@ -102,8 +125,7 @@ def closed_form(
     if correction.form == "svd":
         weights = job.weights_store(domain)
         return FitResult(fit_svd(model, weights, budget, rank, f"{domain.name}: truncated SVD"))
-    expert = job.store(domain.expert_print, domain.prompts)
-    data = _Tokens(job, domain, expert, fitted)
+    data = _Tokens(job, domain, job.store(domain.expert_print, domain.prompts), fitted)
     if correction.form == "linear":
         found = fit_linear(
             model, domain.prompts.subset(fitted), job.weights_store(domain), data.weights(None), budget, rank,
@@ -112,7 +134,9 @@ def closed_form(
         return FitResult(found)
     if correction.sites == "final":
         return _final(job, domain, model, readout, data, budget)
-    return _depth(job, domain, model, data, fitted, budget)
+    if wants_updates(job):
+        return _mixed(job, domain, model, readout, fitted, budget)
+    return _depth(job, domain, model, fitted, fitted, budget)
 
 
 class _Tokens:
@@ -176,11 +200,35 @@ def _final(
     return FitResult(Correction({"final": site}), choices, notes)
 
 
-def _depth(
-    job: Job, domain: DomainJob, model: PreTrainedModel, data: _Tokens, fitted: list[int], budget: int
+def _mixed(
+    job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, fitted: list[int], budget: int
 ) -> FitResult:
-    """The residual stream after layers."""
+    """Weight updates for a share of the budget, the residual stream after layers for the rest."""
+    factors = factors_of(model, job.weights_store(domain), budget, f"{domain.name}: truncated SVD")
+    last: list[FitResult] = []
+
+    def depth(chosen: list[int], left: int) -> Correction:
+        last[:] = [_depth(job, domain, model, chosen, fitted, left)]
+        return last[0].correction
+
+    given = job.run.correction.svd_share
+    kl: dict[str, float] = {}
+    if given == "auto":
+        share, kl = choose_share(
+            model, factors, budget, fitted, depth, lambda kept: HeldOut(job, domain, model, readout, kept)
+        )
+    else:
+        share = float(given)
+    correction = fit_share(model, factors, share, budget, fitted, depth)
+    return replace(last[0], correction=correction, choices=last[0].choices | {"svd_share": share, "svd_share_kl": kl})
+
+
+def _depth(
+    job: Job, domain: DomainJob, model: PreTrainedModel, fitted: list[int], measured: list[int], budget: int
+) -> FitResult:
+    """The residual stream after layers, fitted on some sequences in a metric estimated on `measured` ones."""
     correction, fit = job.run.correction, job.run.fit
+    data = _Tokens(job, domain, job.store(domain.expert_print, domain.prompts), fitted)
     layers = layers_of(job, model.config.get_text_config().num_hidden_layers)
     width = model.get_output_embeddings().weight.shape[1]
     inside = correction.position_form is None
@@ -207,7 +255,7 @@ def _depth(
             return None
         if layer not in metrics:
             metrics.clear()
-            metrics[layer] = load_metric(data.expert, fisher_name(fitted, layer))
+            metrics[layer] = load_metric(data.expert, fisher_name(measured, layer))
         return metrics[layer]
 
     result = sweep(
