@@ -197,6 +197,11 @@ class RunFile(Settings):
             raise ValueError("'fit.method: adam' knows 'position: none', 'constant' and 'table: P' only")
         if f.method == "adam" and c.rank == "full":
             raise ValueError("'rank: full' needs 'fit.method: closed-form'")
+        if c.form == "linear" and (c.sites == "final" or c.position_form not in (None, PositionForm(form="none"))):
+            raise ValueError(
+                "'form: linear' updates weights in depth, which know no position; leave out 'sites: final' "
+                "and 'position'"
+            )
         if f.objective == "kl" and c.sites != "final":
             raise ValueError("'fit.objective: kl' fits the final site only; add 'sites: final' to the correction")
         return self

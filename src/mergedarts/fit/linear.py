@@ -1,25 +1,22 @@
-"""Low-rank updates of the linear layers: a LoRA for each domain, by truncated SVD or fitted from activations.
+"""Low-rank updates of the linear layers by truncated SVD of expert minus merged: a LoRA for each domain, without data.
 
-Knows weight differences and the algebra of their truncation; the running of single layers is in `layerwise`.
+Knows weight differences and their truncation; runs no model.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
 from ..correction import Correction, SiteCorrection
-from ..features import hooked
-from ..layerwise import LayerRunner
 from ..models import decoder_layers
 from ..progress import bar
-from ..prompts import PromptSet
-from ..runtime import attach
 from ..store import FeatureStore
 from .eigen import leading
 
@@ -71,41 +68,43 @@ class Factors:
         return SiteCorrection("linear", self.down[:rank].contiguous(), -self.up[:, :rank].contiguous())
 
 
-def truncated(difference: torch.Tensor, gram: torch.Tensor | None = None, count: int = MAX_RANK) -> Factors:
-    """Leading terms of the best low-rank approximation of a weight difference [out, in].
-
-    Args:
-        difference: expert minus merged.
-        gram: [in, in] positive definite metric of the inputs (their weighted Gram matrix plus the prior's strength on
-            the diagonal); None for the plain truncated SVD (Eckart & Young 1936).
-        count: terms at most.
-    """
+def truncated(difference: torch.Tensor, count: int = MAX_RANK) -> Factors:
+    """Leading terms of a weight difference [out, in], expert minus merged, at most `count` (Eckart & Young 1936)."""
     delta = difference.double()
-    root = torch.linalg.cholesky(gram) if gram is not None else None
-    seen = delta if root is None else delta @ root
-    gains, lead = leading((seen.T if seen.shape[0] <= seen.shape[1] else seen,), min(count, *seen.shape))
-    if seen.shape[0] <= seen.shape[1]:
-        up, down = lead, lead.T @ delta
-    else:
-        # The right vectors in the inputs' metric; back through the root for the map itself.
-        up = seen @ lead
-        down = lead.T if root is None else torch.linalg.solve_triangular(root.T, lead, upper=True).T
+    tall = delta.shape[0] > delta.shape[1]
+    gains, lead = leading((delta if tall else delta.T,), min(count, *delta.shape))
+    up, down = (delta @ lead, lead.T) if tall else (lead, lead.T @ delta)
+    gains = torch.where(gains > 1e-12 * gains.max(), gains, 0.0) if len(gains) else gains  # the rest is rounding
     return Factors(up.float(), down.float(), gains.tolist())
 
 
-def spend(factors: dict[str, Factors], budget: int) -> dict[str, int]:
-    """Ranks by layer under a budget of parameters: one rank everywhere before a second, the narrowest layers first.
+def spend(factors: dict[str, Factors], budget: int, narrow: bool = False) -> dict[str, int]:
+    """Ranks by layer under a budget of parameters: as far as it goes the same rank everywhere, then by gain.
 
-    Of layers equally narrow those of larger gain come first. Gains of layers of different kinds are not of one unit, as
-    they know nothing of what follows; spending by them alone is worse on the testbed (docs/fit.md).
+    Args:
+        narrow: spend what is left on the narrowest layers first, which are those of attention. On the testbed that is
+            better where corrections in depth follow, and by the largest singular values a parameter where none do
+            (docs/fit.md); spending all by singular values, which know nothing of the activations, is worse than both.
     """
-    ranks: dict[str, int] = {}
-    for rank in range(MAX_RANK):
-        able = [name for name, f in factors.items() if rank < len(f.gains) and f.gains[rank] > 0]
-        for name in sorted(able, key=lambda name: (factors[name].cost, -factors[name].gains[rank])):
-            if factors[name].cost <= budget and ranks.get(name, 0) == rank:
-                ranks[name] = rank + 1
-                budget -= factors[name].cost
+    base = budget // max(1, sum(f.cost for f in factors.values()))
+    ranks = {name: min(base, len(f.gains)) for name, f in factors.items() if base and f.gains[0] > 0}
+    budget -= sum(factors[name].cost * rank for name, rank in ranks.items())
+
+    def order(name: str, rank: int) -> tuple[float, ...]:
+        gain, cost = factors[name].gains[rank], factors[name].cost
+        return (rank, cost, -gain) if narrow else (-gain / cost,)
+
+    heap = [(order(name, base), name) for name, f in factors.items() if base < len(f.gains) and f.gains[base] > 0]
+    heapq.heapify(heap)
+    while heap:
+        name = heapq.heappop(heap)[-1]
+        factor, rank = factors[name], ranks.get(name, 0) + 1
+        if factor.cost > budget:
+            continue
+        budget -= factor.cost
+        ranks[name] = rank
+        if rank < len(factor.gains) and factor.gains[rank] > 0:
+            heapq.heappush(heap, (order(name, rank), name))
     return ranks
 
 
@@ -139,74 +138,6 @@ def fit_svd(model: PreTrainedModel, expert: FeatureStore, budget: int, rank: int
     factors = factors_of(model, expert, budget, title)
     ranks = dict.fromkeys(factors, rank) if rank else spend(factors, budget)
     return Correction({name: factors[name].site(r) for name, r in ordered(factors, ranks)})
-
-
-def fit_linear(
-    model: PreTrainedModel,
-    prompts: PromptSet,
-    expert: FeatureStore,
-    weights: torch.Tensor,
-    budget: int,
-    rank: int | None,
-    prior: float,
-    title: str,
-) -> Correction:
-    """Updates fitted from the activations, layer by layer, each on inputs that its predecessors have repaired.
-
-    For each linear layer, minimise over L of rank r `sum_t w_t |(W* - W - L) x_t|^2 + prior s |W* - W - L|^2` with s
-    the mean power of an input. The budget is spread evenly over decoder layers and, inside one, goes where it lowers
-    the error most relative to the layer's output.
-
-    Args:
-        weights: [tokens] of the tokens.
-    """
-    blocks = decoder_layers(model)
-    modules = linear_layers(model)
-    deltas = dict(differences(model, expert))
-    runner = LayerRunner(model, prompts)
-    sites: dict[str, SiteCorrection] = {}
-    with bar(title, 2 * prompts.tokens * len(blocks)) as advance:
-        for block, _ in blocks:
-            mine = {name: module for name, module in modules.items() if name.startswith(block + ".")}
-            grams: dict[str, torch.Tensor] = {}
-            outputs: dict[str, float] = {}
-            hooks = [
-                module.register_forward_hook(_gather(name, runner, weights, grams)) for name, module in mine.items()
-            ]
-            with hooked(*hooks):
-                for done in runner.peek():
-                    advance(done)
-            factors: dict[str, Factors] = {}
-            for name, gram in grams.items():
-                base = weight_of(mine[name]).double().cpu()
-                outputs[name] = max(float(((base @ gram) * base).sum()), 1e-300)
-                strength = prior * gram.diagonal().mean() + 1e-12
-                found = truncated(deltas.pop(name), gram + strength * torch.eye(len(gram), dtype=gram.dtype))
-                factors[name] = Factors(found.up, found.down, [g / outputs[name] for g in found.gains])
-            ranks = dict.fromkeys(factors, rank) if rank else spend(factors, budget // len(blocks))
-            fitted = {name: factors[name].site(r) for name, r in ordered(factors, ranks)}
-            sites |= fitted
-            with attach(model, {"fit": Correction(fitted)}, "fit"):
-                for done in runner.step():
-                    advance(done)
-    return Correction(sites)
-
-
-def _gather(name: str, runner: LayerRunner, weights: torch.Tensor, grams: dict[str, torch.Tensor]) -> Any:
-    """A hook that adds the weighted Gram matrix of a linear layer's inputs over the real tokens of a batch."""
-
-    def hook(_module: nn.Module, inputs: tuple[Any, ...], _output: Any) -> None:
-        x = inputs[0]
-        x = x.reshape(-1, x.shape[-1])
-        where, flat = runner.current
-        if len(x) != where.numel():
-            return  # a layer that sees only some tokens (an expert of a mixture) keeps its weights
-        x = x[where.reshape(-1)].float()
-        w = weights[flat].to(x)
-        gram = ((x * w[:, None]).T @ x).double().cpu()
-        grams[name] = grams[name] + gram if name in grams else gram
-
-    return hook
 
 
 def ordered(factors: dict[str, Factors], ranks: dict[str, int]) -> list[tuple[str, int]]:

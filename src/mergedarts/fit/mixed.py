@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..correction import Correction
+from ..correction import Correction, SiteCorrection
 from ..heldout import HeldOut
 from ..runtime import attach
 from .linear import Factors, ordered, spend
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: Shares of the budget for weight updates that are tried where the settings leave it open.
-SHARES = (0.0, 0.2, 0.4)
+SHARES = (0.0, 0.35, 0.7)
 #: How much lower the KL of held-back sequences must be for weight updates, which hook every linear layer they touch.
 LEAST_ADVANTAGE = 0.05
 #: Sequences below which no share is tried: too few to compare on.
@@ -33,7 +33,7 @@ DepthFit = Callable[[list[int], int], Correction]
 
 def updates(factors: dict[str, Factors], budget: int) -> Correction:
     """Weight updates by truncated SVD under a budget."""
-    ranks = spend(factors, budget)
+    ranks = spend(factors, budget, narrow=True)
     return Correction({name: factors[name].site(rank) for name, rank in ordered(factors, ranks)})
 
 
@@ -46,7 +46,17 @@ def fit_share(
         return depth(fitted, budget)
     with attach(model, {"updates": low}, "updates"):
         rest = depth(fitted, budget - low.parameter_count)
-    return Correction(dict(low.items()) | dict(rest.items()))
+    sites = dict(low.items())
+    for name, site in rest.items():
+        sites[name] = _joined(sites[name], site) if name in sites else site
+    return Correction(sites)
+
+
+def _joined(a: SiteCorrection, b: SiteCorrection) -> SiteCorrection:
+    """Two updates of one weight as one, of the sum of their ranks."""
+    downs = [site.down.detach() for site in (a, b) if site.down is not None]
+    ups = [site.up.detach() for site in (a, b) if site.up is not None]
+    return SiteCorrection("linear", torch.cat(downs), torch.cat(ups, 1))
 
 
 def choose_share(

@@ -23,10 +23,11 @@ from .budget import even_ranks, site_cost
 from .final import OPEN_FORMS as FINAL_FORMS
 from .final import FinalData, fit_final
 from .fisher import Metric, load_metric
-from .linear import factors_of, fit_linear, fit_svd, rank_one_cost
+from .linear import factors_of, fit_svd, rank_one_cost, weight_of
 from .losses import token_weights
 from .mixed import choose_share, fit_share
 from .sweep import SweepSettings, sweep
+from .writers import writers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 RIDGES = (0.01, 0.1, 1.0)
 #: Position forms tried inside the rank where the settings leave them open.
 OPEN_FORMS = (PositionForm(form="constant"), PositionForm(form="smooth", size=4))
-PRIOR = 0.1
 #: Weight updates are tried where a domain's budget is at least this share of a rank-1 update of every linear layer.
 LEAST_BUDGET = 1 / 3
 #: Weight of prompt tokens in depth without a Fisher metric; about what one gives them in the early layers.
@@ -52,13 +52,9 @@ class FitResult:
 
 
 def wants_depth(job: Job) -> bool:
-    """Whether a run corrects the residual stream after layers."""
+    """Whether a run corrects the residual stream after layers, or what writes to it."""
     run = job.run
-    return (
-        run.fit.method == "closed-form"
-        and run.correction.form in ("auto", "residual")
-        and run.correction.sites != "final"
-    )
+    return run.fit.method == "closed-form" and run.correction.form != "svd" and run.correction.sites != "final"
 
 
 def wants_fisher(job: Job) -> bool:
@@ -68,13 +64,13 @@ def wants_fisher(job: Job) -> bool:
 
 def wants_weights(job: Job) -> bool:
     """Whether a run needs the experts' linear weights beside the merged model's."""
-    return job.run.correction.form in ("linear", "svd") or wants_updates(job)
+    return job.run.correction.form == "svd" or wants_updates(job)
 
 
 def wants_updates(job: Job) -> bool:
     """Whether a run may spend some of its budget on weight updates beside the corrections in depth."""
     correction = job.run.correction
-    if correction.form != "auto" or not wants_depth(job) or correction.svd_share == 0:
+    if correction.form == "residual" or not wants_depth(job) or correction.svd_share == 0:
         return False
     if correction.svd_share != "auto":
         return True
@@ -125,15 +121,8 @@ def closed_form(
     if correction.form == "svd":
         weights = job.weights_store(domain)
         return FitResult(fit_svd(model, weights, budget, rank, f"{domain.name}: truncated SVD"))
-    data = _Tokens(job, domain, job.store(domain.expert_print, domain.prompts), fitted)
-    if correction.form == "linear":
-        found = fit_linear(
-            model, domain.prompts.subset(fitted), job.weights_store(domain), data.weights(None), budget, rank,
-            PRIOR if job.run.fit.ridge is None else job.run.fit.ridge, f"{domain.name}: fit",
-        )  # fmt: skip
-        return FitResult(found)
     if correction.sites == "final":
-        return _final(job, domain, model, readout, data, budget)
+        return _final(job, domain, model, readout, fitted, budget)
     if wants_updates(job):
         return _mixed(job, domain, model, readout, fitted, budget)
     return _depth(job, domain, model, fitted, fitted, budget)
@@ -171,9 +160,10 @@ class _Tokens:
 
 
 def _final(
-    job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, data: _Tokens, budget: int
+    job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, fitted: list[int], budget: int
 ) -> FitResult:
     """The final site alone."""
+    data = _Tokens(job, domain, job.store(domain.expert_print, domain.prompts), fitted)
     correction, fit = job.run.correction, job.run.fit
     width = model.get_output_embeddings().weight.shape[1]
     prompts = domain.prompts
@@ -231,16 +221,22 @@ def _depth(
     data = _Tokens(job, domain, job.store(domain.expert_print, domain.prompts), fitted)
     layers = layers_of(job, model.config.get_text_config().num_hidden_layers)
     width = model.get_output_embeddings().weight.shape[1]
+    # A weight has no bias and knows no position.
+    written = writers(model) if correction.form == "linear" else None
+    inputs = None if written is None else weight_of(next(iter(written.values()))[1]).shape[1]
     inside = correction.position_form is None
-    forms = OPEN_FORMS if correction.position_form is None else (correction.position_form,)
+    if written is not None:
+        forms: tuple[PositionForm, ...] = (PositionForm(form="none"),)
+    else:
+        forms = OPEN_FORMS if correction.position_form is None else (correction.position_form,)
     if isinstance(correction.rank, int) or correction.rank == "full":
         ranks = dict.fromkeys(layers, width if correction.rank == "full" else min(width, int(correction.rank)))
     else:
         functions = max(0 if form.form == "none" else form.size or 1 for form in forms)
-        even = even_ranks(len(layers), width, functions, inside, budget)
+        even = even_ranks(len(layers), width, functions, inside, budget, inputs)
         ranks = {layers[i]: rank for i, rank in even.items()}
     if not ranks:
-        least = site_cost(width, 1, 1, inside)
+        least = site_cost(width, 1, 1, inside, inputs)
         raise UserError(
             f"The budget leaves {budget} parameters for domain '{domain.name}', less than the {least} of one site of "
             "rank 1; raise 'budget'."
@@ -260,7 +256,7 @@ def _depth(
 
     result = sweep(
         model, domain.prompts.subset(fitted), lambda layer: data.expert.load(f"layer-{layer}")["hidden"][data.rows],
-        lambda layer: data.weights(metric(layer)), metric, SweepSettings(ranks, forms, inside, ridges, probes),
+        lambda layer: data.weights(metric(layer)), metric, SweepSettings(ranks, forms, inside, ridges, probes, written),
         f"{domain.name}: fit",
     )  # fmt: skip
     notes = []

@@ -1,4 +1,4 @@
-"""Corrections of the residual stream in depth, fitted in one sweep from the first layer to the last.
+"""Corrections in depth, of the residual stream or of what writes to it, fitted in one sweep over the layers.
 
 Knows the order of the sweep, token weights and metrics at each site; the algebra is in `closed_form`, the running of
 single layers in `layerwise`. The language model runs once over the sequences, however many sites there are.
@@ -12,15 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..config import PositionForm
-from ..correction import Correction, SiteCorrection
+from ..correction import Correction, Kind, SiteCorrection
+from ..features import hooked
 from ..layerwise import LayerRunner
 from ..models import decoder_layers
 from ..progress import bar
 from ..prompts import PromptSet
 from .closed_form import Ridge, Statistics, choose_ridge, regularised, solve
 from .fisher import Metric
+from .linear import weight_of
 from .positions import functions_of, position_of, table_rows
 
 if TYPE_CHECKING:
@@ -39,6 +42,8 @@ class SweepSettings:
         inside: whether the position functions share the rank of the low-rank part.
         ridges: relative strengths to choose from in the same way.
         probes: layers at which the choice is made anew; the others take that of the last probe before them.
+        writers: by layer, name and module of the linear layer whose input is read and whose weight is updated; without
+            them the state after the layer itself is read and corrected.
     """
 
     ranks: dict[int, int]
@@ -46,6 +51,7 @@ class SweepSettings:
     inside: bool
     ridges: tuple[float, ...]
     probes: tuple[int, ...] = ()
+    writers: dict[int, tuple[str, nn.Module]] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def sweep(
     settings: SweepSettings,
     title: str,
 ) -> SweepResult:
-    """Fit residual sites in order, each on the states that its predecessors have repaired.
+    """Fit sites in order, each on the states that its predecessors have repaired.
 
     Args:
         model: the merged model.
@@ -86,23 +92,41 @@ def sweep(
     form, ridge = settings.forms[0], settings.ridges[0]
     with bar(title, prompts.tokens * (last + 1)) as advance:
         for layer in range(last + 1):
-            for done in runner.step():
-                advance(done)
+            name, inputs = names[layer], None
+            if settings.writers is None or layer not in settings.ranks:
+                for done in runner.step():
+                    advance(done)
+            else:
+                name, module = settings.writers[layer]
+                inputs = torch.empty(prompts.tokens, weight_of(module).shape[1], dtype=runner.states.dtype)
+                with hooked(module.register_forward_pre_hook(_keep(runner, inputs))):
+                    for done in runner.step():
+                        advance(done)
             if layer not in settings.ranks:
                 continue
             rank = settings.ranks[layer]
             found = metric(layer)
             matrix = None if found is None else regularised(found.matrix)
-            site = Site(runner.states, target(layer), weights(layer), positions, sequence, matrix)
+            site = Site(runner.states, target(layer), weights(layer), positions, sequence, matrix, inputs)
             if layer in settings.probes:
                 form, ridge, errors = site.choose(settings, rank)
                 result.chosen.append({"layer": layer, "position": form.label, "ridge": ridge, "held_out_error": errors})
             fitted, solution = site.fit(form, ridge, rank, settings.inside)
             if solution.helped:
-                result.helped.append(names[layer])
-            sites[names[layer]] = fitted
-            runner.states = apply_site(fitted, runner.states, positions)
+                result.helped.append(name)
+            sites[name] = fitted
+            runner.states = apply_site(fitted, runner.states, positions, inputs)
     return SweepResult(Correction(sites), result.chosen, result.helped)
+
+
+def _keep(runner: LayerRunner, inputs: torch.Tensor) -> Any:
+    """A hook that keeps what a linear layer reads at the real tokens of a batch, in flat token order."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        where, flat = runner.current
+        inputs[flat] = args[0].reshape(*where.shape, -1)[where.to(args[0].device)].to(inputs)
+
+    return hook
 
 
 class Site:
@@ -112,6 +136,7 @@ class Site:
         states, target: [n, d] of the merged model and the expert after the layer.
         weights: [n]; positions: [n]; sequence: [n] number of the sequence.
         metric: [d, d] positive definite, or None for the Euclidean one.
+        inputs: [n, d_in] what a linear layer reads, whose weight is to be updated; None to read the states themselves.
     """
 
     def __init__(
@@ -122,10 +147,12 @@ class Site:
         positions: torch.Tensor,
         sequence: torch.Tensor,
         metric: torch.Tensor | None,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         kept = weights > 0
-        self._h = states[kept].float()
-        self._difference = target[kept].float() - self._h
+        self._kind: Kind = "residual" if inputs is None else "linear"
+        self._x = (states if inputs is None else inputs)[kept].float()
+        self._difference = target[kept].float() - states[kept].float()
         self._weights, self._positions = weights[kept], positions[kept]
         self._fold = sequence[kept].unique(return_inverse=True)[1] % FOLDS
         self._metric = metric
@@ -134,7 +161,7 @@ class Site:
         """Of all tokens, or of some."""
         f, penalty = functions_of(position_of(form, self._positions), self._positions)
         chosen = torch.ones_like(self._positions, dtype=torch.bool) if rows is None else rows
-        made = Statistics.of(self._h[chosen], f[chosen], self._difference[chosen], self._weights[chosen])
+        made = Statistics.of(self._x[chosen], f[chosen], self._difference[chosen], self._weights[chosen])
         return made.penalised(penalty * float(chosen.double().mean()))
 
     def choose(self, settings: SweepSettings, rank: int) -> tuple[PositionForm, float, dict[str, float]]:
@@ -157,12 +184,17 @@ class Site:
         ridged = solve(self.statistics(form), ridge, self._metric, inside)
         solution = ridged.at_rank(rank)
         rows = table_rows(position, solution.functions)
-        return replace(solution, functions=rows).site("residual", position), ridged
+        return replace(solution, functions=rows).site(self._kind, position), ridged
 
 
-def apply_site(site: SiteCorrection, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Corrected states [n, d] in the arithmetic of the runtime: the site rounded to the dtype of the states."""
+def apply_site(
+    site: SiteCorrection, states: torch.Tensor, positions: torch.Tensor, inputs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Corrected states [n, d] in the arithmetic of the runtime: the site rounded to the dtype of the states.
+
+    `inputs` [n, d_in] are what the site reads, the states themselves if not given.
+    """
     with torch.inference_mode():
         rounded = deepcopy(site).requires_grad_(False).to(states.dtype)
-        out: torch.Tensor = rounded(states, states, positions)
+        out: torch.Tensor = rounded(states, states if inputs is None else inputs, positions)
         return out
