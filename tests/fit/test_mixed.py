@@ -65,15 +65,15 @@ def test_no_share_is_the_fit_in_depth_alone():
 class Fake:
     """Held-out measures that know only how much of a correction is weight updates."""
 
-    def __init__(self, kl, kept):
-        self.kl, self.kept = kl, kept
+    def __init__(self, kl, kept, budget=1):
+        self.kl, self.kept, self.budget = kl, kept, budget
 
     def __len__(self):
         return len(self.kept)
 
     def corrected(self, correction):
         spent = sum(sum(p.numel() for p in s.parameters()) for _, s in correction.items() if s.kind == "linear")
-        share = min(SHARES, key=lambda s: abs(s - spent / 3000))
+        share = min(SHARES, key=lambda s: abs(s - spent / self.budget))
         return SimpleNamespace(kl=torch.full((4,), self.kl[share], dtype=torch.float64))
 
 
@@ -84,18 +84,19 @@ class Fake:
 )
 def test_the_share_of_least_kl_on_sequences_kept_back(kl, want):
     merged, _, factors = planted()
+    one = rank_one_cost(merged)
     table = dict(zip(SHARES, kl, strict=True))
     kept_back, used = [], []
 
     def held(kept):
         kept_back.extend(kept)
-        return Fake(table, kept)
+        return Fake(table, kept, one)
 
     def depth(fitted, left):
         used.append(fitted)
         return marker(1)
 
-    share, scores = choose_share(merged, factors, 3000, list(range(10, 19)), depth, held)
+    share, scores = choose_share(merged, factors, one, list(range(10, 19)), depth, held)
     assert share == want
     assert scores == {f"{s:g}": pytest.approx(table[s]) for s in SHARES}
     assert kept_back == [10, 13, 16]

@@ -87,7 +87,7 @@ def spend(factors: dict[str, Factors], budget: int, narrow: bool = False) -> dic
             (docs/fit.md); spending all by singular values, which know nothing of the activations, is worse than both.
     """
     base = budget // max(1, sum(f.cost for f in factors.values()))
-    ranks = {name: min(base, len(f.gains)) for name, f in factors.items() if base and f.gains[0] > 0}
+    ranks = {name: min(base, sum(g > 0 for g in f.gains)) for name, f in factors.items() if base and f.gains[0] > 0}
     budget -= sum(factors[name].cost * rank for name, rank in ranks.items())
 
     def order(name: str, rank: int) -> tuple[float, ...]:
