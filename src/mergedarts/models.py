@@ -292,10 +292,13 @@ def outline(ref: ModelRef) -> PreTrainedModel:
     """A model's modules and shapes without its weights (on the meta device)."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            load_config(ref), trust_remote_code=ref.trust_remote_code
-        )
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                load_config(ref), trust_remote_code=ref.trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{ref} cannot be loaded as a causal LM ({_first_line(error)}).") from None
     return model
 
 

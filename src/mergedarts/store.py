@@ -13,9 +13,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from .errors import NoSpaceError, UserError
@@ -43,6 +44,17 @@ class FeatureStore:
     def load(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors stored under a name; a broken file is a `UserError` that names it."""
         return load_tensors(self.path / f"{name}.safetensors", "remove it, and it will be made again")
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Any]:
+        """The open file of a name, whose tensors are read when asked for; a broken one is a `UserError`."""
+        path = self.path / f"{name}.safetensors"
+        try:
+            opened = safe_open(path, "pt")
+        except (SafetensorError, OSError) as error:
+            raise _broken(path, error, "remove it, and it will be made again") from None
+        with opened as stored:
+            yield stored
 
     def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         save_tensors(self.path / f"{name}.safetensors", tensors)
@@ -141,6 +153,8 @@ def load_tensors(path: Path, mend: str) -> dict[str, torch.Tensor]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing; {mend}.") from None
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} is not a whole safetensors file ({str(error).splitlines()[0][:120]}); {mend}."
-        ) from None
+        raise _broken(path, error, mend) from None
+
+
+def _broken(path: Path, error: Exception, mend: str) -> UserError:
+    return UserError(f"{path} is not a whole safetensors file ({str(error).splitlines()[0][:120]}); {mend}.")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from ..correction import Correction, SiteCorrection
@@ -110,7 +109,7 @@ def spend(factors: dict[str, Factors], budget: int, narrow: bool = False) -> dic
 
 def differences(model: PreTrainedModel, expert: FeatureStore) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and weight difference, expert minus merged, of each linear layer; one at a time in memory."""
-    with safe_open(expert.path / f"{WEIGHTS}.safetensors", "pt") as stored:
+    with expert.reading(WEIGHTS) as stored:
         for name, module in linear_layers(model).items():
             yield name, stored.get_tensor(name).float() - weight_of(module).float().cpu()
 
