@@ -28,6 +28,8 @@ from .models import parameter_count
 from .progress import warn
 from .prompts import split
 from .repaired import CONFIG, write_repaired
+from .router import Router
+from .routing import fit_routing, wrong_routing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,18 +82,20 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
             expert_extras(job, ready, split_of(job, ready)[0], expert)
             domains.append(ready)
             del expert
-    config, corrections = _repair(job, domains, clock)
+    config, corrections, router = _repair(job, domains, clock)
     config["seconds"] = clock.seconds
     unimproved = [name for name, d in config["domains"].items() if not d["shipped"]]
     if unimproved and run.strict:
         raise UserError(
             f"Domain '{unimproved[0]}' is not improved on held-out prompts ('strict'); nothing was written."
         )
-    write_repaired(out, config, corrections)
+    write_repaired(out, config, corrections, router)
     return config
 
 
-def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str, Any], dict[str, Correction]]:
+def _repair(
+    job: Job, domains: list[DomainJob], clock: Clock
+) -> tuple[dict[str, Any], dict[str, Correction], Router | None]:
     """Fit and check each domain with the merged model in memory."""
     run = job.run
     with clock.stage("merged features"):
@@ -130,6 +134,15 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
             "choices": result.choices,
             "notes": notes,
         }
+    router, routing = None, None
+    if run.router:
+        splits = [split_of(job, domain) for domain in domains]
+        with clock.stage("router"):
+            router, routing = fit_routing(job, domains, model, corrections, splits)
+            if router is None:
+                warn(routing["note"])
+            else:
+                routing["kl"] = wrong_routing(job, domains, model, readout, corrections, splits)
     total = parameter_count(model)
     added = sum(d["parameters"] for d in described.values())
     share = added / total
@@ -145,9 +158,10 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
         },
         "domains": described,
         "parameters": {"added": added, "share": share, "budget": run.budget},
+        "router": routing,
         "settings": run.model_dump(mode="json", exclude={"domains"}),
     }
-    return config, corrections
+    return config, corrections, router
 
 
 def split_of(job: Job, domain: DomainJob) -> tuple[list[int], list[int]]:

@@ -35,3 +35,18 @@ def held_out_table(config: dict[str, Any]) -> Table:
             f"{entry['parameters']:,}",
         )
     return table
+
+
+def routing_table(config: dict[str, Any]) -> Table:
+    """What the router chooses for held-out prompts of each domain, and the KL to the expert under each choice."""
+    routing = config["router"]
+    columns = [*config["domains"], "unsure"]
+    table = Table(
+        title="router on held-out prompts: how often chosen (KL to the expert under it)", title_justify="left"
+    )
+    for name in ("prompts of", *columns):
+        table.add_column(name, justify="left" if name == "prompts of" else "right")
+    for name, row in routing["held_out"]["chosen"].items():
+        kl = routing["kl"].get(name, {})
+        table.add_row(name, *(f"{row[c]} ({kl[c]:.4f})" if c in kl else str(row[c]) for c in columns))
+    return table
