@@ -53,6 +53,7 @@ def model_card(config: dict[str, Any], name: str) -> str:
         if not entry["shipped"]:
             lines.append("  Not improved on held-out prompts, so it ships **uncorrected**.")
         lines += [f"  {_text(line)}" for line in [*considered(entry), *entry["notes"]]]
+    lines += _routing(config)
     lines += [
         "",
         "## Use",
@@ -81,6 +82,53 @@ def considered(entry: dict[str, Any]) -> list[str]:
         where = f"layer {place['layer']}" if "layer" in place else "final site"
         errors = ", ".join(f"{name}: {error:.3f}" for name, error in place["held_out_error"].items())
         lines.append(f"at {where}: position {place['position']}, ridge {place['ridge']:g} (fold errors {errors}).")
+    return lines
+
+
+def describe_routing(routing: dict[str, Any] | None) -> list[str]:
+    """What a person is told of a router, a line each."""
+    if routing is None:
+        return ["none; a domain has to be named"]
+    if "note" in routing:
+        return [routing["note"]]
+    depth, layers = routing["depth"], routing["layers"]
+    where = "the input of the first layer" if depth == 0 else f"the states after layer {depth - 1}"
+    cost = (
+        f"runs the prompt through {depth} of {layers} layers once more"
+        if routing["second_pass"]
+        else "costs no second pass"
+    )
+    held = routing["held_out"]
+    lines = [f"reads {where} of {layers}, {cost}; {routing['parameters']:,} numbers"]
+    if held["sequences"]:
+        lines.append(f"{held['accuracy']:.1%} of {held['sequences']} held-out prompts right")
+    return lines
+
+
+def _routing(config: dict[str, Any]) -> list[str]:
+    """The card's section on the router."""
+    routing = config.get("router")
+    lines = [
+        "",
+        "## Router",
+        "",
+        *(f"{_text(line)[0].upper()}{_text(line)[1:]}." for line in describe_routing(routing)),
+    ]
+    if routing is None or "note" in routing:
+        return lines
+    columns = [*config["domains"], "unsure"]
+    lines += [
+        "",
+        "How often each choice is made for held-out prompts of a domain, and the KL to its expert under that choice "
+        "(unsure is uncorrected):",
+        "",
+        "| prompts of | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name, row in routing["held_out"]["chosen"].items():
+        kl = routing["kl"].get(name, {})
+        cells = (f"{row[c]} ({kl[c]:.4f})" if c in kl else str(row[c]) for c in columns)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
 

@@ -94,23 +94,3 @@ def wrong_routing(
             measured = {name: check.corrected(c) for name, c in corrections.items()} | {UNSURE: check.merged()}
             out[domain.name] = {name: float(sample.means()["kl"] or 0.0) for name, sample in measured.items()}
     return out
-
-
-def describe_routing(routing: dict[str, Any] | None) -> list[str]:
-    """What a person is told of a router, a line each."""
-    if routing is None:
-        return ["none (domain must be named)"]
-    if "note" in routing:
-        return [routing["note"]]
-    depth, layers = routing["depth"], routing["layers"]
-    where = "the input of the first layer" if depth == 0 else f"the states after layer {depth - 1}"
-    cost = (
-        f"runs the prompt through {depth} of {layers} layers once more"
-        if routing["second_pass"]
-        else "costs no second pass"
-    )
-    held = routing["held_out"]
-    lines = [f"reads {where} of {layers}, {cost}; {routing['parameters']:,} numbers"]
-    if held["sequences"]:
-        lines.append(f"{held['accuracy']:.1%} of {held['sequences']} held-out prompts right")
-    return lines

@@ -34,7 +34,7 @@ def calibrate(
     run = read_run_file(run_file, given)
     quiet_libraries()
     from .. import repair
-    from ..routing import describe_routing
+    from ..card import describe_routing
     from .tables import held_out_table
 
     result = repair.calibrate(run, target, run_file.parent)

@@ -22,8 +22,7 @@ def info(
     if as_json:
         emit(config)
         return
-    from ..card import considered
-    from ..routing import describe_routing
+    from ..card import considered, describe_routing
     from .tables import held_out_table, routing_table
 
     merged, settings = config["merged"], config["settings"]
