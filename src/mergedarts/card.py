@@ -18,9 +18,9 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "tags: [mergedarts, model-merging, representation-surgery]",
         "---",
         "",
-        f"# {_text(name)}",
+        f"# {shown(name)}",
         "",
-        f"Corrections for the merged model `{_code(merged['model'])}`, made with mergedarts {config['mergedarts']}. "
+        f"Corrections for the merged model `{quoted(merged['model'])}`, made with mergedarts {config['mergedarts']}. "
         f"They add {added['added']:,} parameters, {added['share']:.3%} of the model's {merged['parameters']:,}, "
         f"for {len(config['domains'])} domain(s).",
         "",
@@ -48,11 +48,11 @@ def model_card(config: dict[str, Any], name: str) -> str:
     ]
     for domain, entry in config["domains"].items():
         lines.append(
-            f"- **{domain}**: expert `{_code(entry['expert'])}`, {entry['sequences']['fit']} sequences fitted."
+            f"- **{domain}**: expert `{quoted(entry['expert'])}`, {entry['sequences']['fit']} sequences fitted."
         )
         if not entry["shipped"]:
             lines.append("  Not improved on held-out prompts, so it ships **uncorrected**.")
-        lines += [f"  {_text(line)}" for line in [*considered(entry), *entry["notes"]]]
+        lines += [f"  {shown(line)}" for line in [*considered(entry), *entry["notes"]]]
     lines += _routing(config)
     lines += [
         "",
@@ -61,7 +61,7 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "```python",
         "import mergedarts",
         "",
-        f'model, tokenizer, handle = mergedarts.load("{_code(name)}", domain="{next(iter(config["domains"]))}")',
+        f'model, tokenizer, handle = mergedarts.load("{quoted(name)}", domain="{next(iter(config["domains"]))}")',
         "```",
         "",
     ]
@@ -112,7 +112,7 @@ def _routing(config: dict[str, Any]) -> list[str]:
         "",
         "## Router",
         "",
-        *(f"{_text(line)[0].upper()}{_text(line)[1:]}." for line in describe_routing(routing)),
+        *(f"{shown(line)[0].upper()}{shown(line)[1:]}." for line in describe_routing(routing)),
     ]
     if routing is None or "note" in routing:
         return lines
@@ -147,7 +147,7 @@ def _row(domain: str, entry: dict[str, Any]) -> str:
     )
 
 
-def _text(value: str) -> str:
+def shown(value: str) -> str:
     """Text that Markdown and HTML show as it is."""
     flat = "".join(c if c.isprintable() else " " for c in value)
     for mark in "&<>":
@@ -155,6 +155,6 @@ def _text(value: str) -> str:
     return flat.replace("|", "\\|")
 
 
-def _code(value: str) -> str:
+def quoted(value: str) -> str:
     """Text inside a code span or block."""
     return "".join(c if c.isprintable() and c not in '`"\\' else " " for c in value)

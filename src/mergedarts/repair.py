@@ -83,6 +83,10 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
             domains.append(ready)
             del expert
     config, corrections, router = _repair(job, domains, clock)
+    config["run"] = {
+        "base": str((base or Path.cwd()).resolve()),
+        "domains": run.model_dump(mode="json", include={"domains"})["domains"],
+    }
     config["seconds"] = clock.seconds
     unimproved = [name for name, d in config["domains"].items() if not d["shipped"]]
     if unimproved and run.strict:

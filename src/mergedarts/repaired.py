@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .card import model_card
-from .config import NAME_PATTERN
+from .config import NAME_PATTERN, parse_run
 from .correction import Correction, load_corrections, save_corrections
 from .errors import UserError
 from .files import new_folder, read_json, write_text
+from .job import Job, prepare
 from .models import DTYPES, ModelRef, fingerprint, load_model, load_tokenizer, pick_device
 from .router import Router
 from .runtime import Handle, attach
@@ -208,6 +209,23 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder / CONFIG} describes sites of other domains than it names; calibrate again.")
     read: dict[str, Any] = config
     return read
+
+
+def job_of(folder: Path, device: str | None = None, merged: str | None = None) -> Job:
+    """The run that made a repaired model, made ready again: what measures it needs its prompts and experts.
+
+    Raises:
+        UserError: prompts, an expert or the merged model have moved or changed.
+    """
+    config = read_config(folder)
+    if "run" not in config:
+        raise UserError(f"{folder} does not say what it was made from (an earlier version made it); calibrate again.")
+    said = {"merged": merged or config["merged"]["model"], "domains": config["run"]["domains"]}
+    settings = config["settings"] | said | {"merge": None} | ({"device": device} if device else {})
+    job = prepare(parse_run(settings, str(folder / CONFIG)), Path(config["run"]["base"]))
+    if job.merged_print != config["merged"]["fingerprint"]:
+        raise UserError(f"The corrections in {folder} were made for another model than {job.merged} is now.")
+    return job
 
 
 def read_corrections(folder: Path) -> dict[str, Correction]:

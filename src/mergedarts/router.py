@@ -45,6 +45,20 @@ class Router(nn.Module):
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(self.named_buffers())
 
+    @property
+    def sizes(self) -> list[int]:
+        """Width, directions, and lengths of the template's two ends: with the domains, all shapes."""
+        return [len(self.get_buffer(name)) for name in ("centre", "variances", *TEMPLATE)]
+
+    @classmethod
+    def empty(cls, domains: list[str], depth: int, sizes: list[int]) -> Router:
+        """A router of uninitialised tensors, to be filled from a file."""
+        width, directions, prefix, suffix = sizes
+        shapes = ((width,), (width,), (len(domains), width), (directions, width), (directions,), (3,))
+        tensors = {name: torch.empty(shape) for name, shape in zip(NAMES, shapes, strict=True)}
+        tensors |= {"prefix": torch.empty(prefix), "suffix": torch.empty(suffix)}
+        return cls(domains, depth, tensors)
+
     def is_consistent(self) -> bool:
         """Whether shapes and values fit each other."""
         found = self.tensors()

@@ -48,6 +48,7 @@ class Handle:
         self.model = model
         self.corrections = corrections
         self.router = router
+        self._sites = {name: dict(correction.items()) for name, correction in corrections.items()}
         self._rows: Domain | list[Domain] = None
         self._hooks: list[Any] = []
         self._cast: dict[tuple[str, str, torch.device, torch.dtype], SiteCorrection] = {}
@@ -75,6 +76,20 @@ class Handle:
 
     @domain.setter
     def domain(self, value: Domain | Sequence[Domain]) -> None:
+        self._rows = self._known(value)
+        self._chosen = None
+        self._of_cache.clear()
+
+    @contextmanager
+    def using(self, value: Domain | Sequence[Domain]) -> Iterator[None]:
+        """Another domain inside the block; what the router chose for a cache stays."""
+        before, self._rows = self._rows, self._known(value)
+        try:
+            yield
+        finally:
+            self._rows = before
+
+    def _known(self, value: Domain | Sequence[Domain]) -> Domain | list[Domain]:
         rows = value if value is None or isinstance(value, str) else list(value)
         for name in [rows] if not isinstance(rows, list) else rows:
             if name == AUTO and self.router is None:
@@ -83,9 +98,7 @@ class Handle:
                 raise UserError(
                     f"There is no domain '{name}' here; choose one of {', '.join(self.corrections)} or none."
                 )
-        self._rows = rows
-        self._chosen = None
-        self._of_cache.clear()
+        return rows
 
     @property
     def chosen(self) -> list[Domain] | None:
@@ -156,6 +169,8 @@ class Handle:
         self._positions = this.positions
         if self._asks_router():
             self._choose(module, args, kwargs, this)
+        else:
+            self._chosen = None
 
     def _after_decoder(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Remember what a cache that the model itself made has seen, and what was chosen for it."""
@@ -267,14 +282,13 @@ class Handle:
         return fixed
 
     def _site(self, domain: str, name: str, like: torch.Tensor) -> SiteCorrection | None:
-        """A site's correction on the device and in the dtype of the states, made once."""
+        """A site's correction on the device and in the dtype of the states, made once where it is of another."""
+        found = self._sites[domain].get(name)
+        if found is None or all(p.device == like.device and p.dtype == like.dtype for p in found.parameters()):
+            return found
         key = (domain, name, like.device, like.dtype)
         if key not in self._cast:
-            found = dict(self.corrections[domain].items()).get(name)
-            if found is None:
-                return None
-            copy = deepcopy(found).requires_grad_(False).to(device=like.device, dtype=like.dtype)
-            self._cast[key] = copy
+            self._cast[key] = deepcopy(found).requires_grad_(False).to(device=like.device, dtype=like.dtype)
         return self._cast[key]
 
 
