@@ -110,12 +110,16 @@ def _repair(
         readout = Readout(model)
     corrections: dict[str, Correction] = {}
     described: dict[str, Any] = {}
+    checks: dict[str, HeldOut] = {}
     for domain in domains:
         fitted, held = split_of(job, domain)
         with clock.stage("fit"):
             result = fit_domain(job, domain, model, readout, fitted)
         with clock.stage("held-out check"):
-            shipped, table = _check(job, domain, model, readout, held, result.correction)
+            check = HeldOut(job, domain, model, readout, held) if held else None
+            if check is not None and len(check):
+                checks[domain.name] = check
+            shipped, table = _check(checks.get(domain.name), result.correction)
         if shipped:
             corrections[domain.name] = result.correction
         else:
@@ -146,7 +150,8 @@ def _repair(
             if router is None:
                 warn(routing["note"])
             else:
-                routing["kl"] = wrong_routing(job, domains, model, readout, corrections, splits)
+                tables = {name: described[name]["held_out"] for name in checks}
+                routing["kl"] = wrong_routing(checks, corrections, tables)
     total = parameter_count(model)
     added = sum(d["parameters"] for d in described.values())
     share = added / total
@@ -173,16 +178,11 @@ def split_of(job: Job, domain: DomainJob) -> tuple[list[int], list[int]]:
     return split(len(domain.prompts.sequences), job.run.fit.holdout, job.run.fit.seed)
 
 
-def _check(
-    job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, held: list[int], correction: Correction
-) -> tuple[bool, dict[str, Any] | None]:
+def _check(check: HeldOut | None, correction: Correction) -> tuple[bool, dict[str, Any] | None]:
     """Whether a correction lowers the KL on held-out sequences, and the table that shows it."""
-    if not held:
+    if check is None:
         return True, None
     with torch.inference_mode():
-        check = HeldOut(job, domain, model, readout, held)
-        if len(check) == 0:
-            return True, None
         before, after, expert = check.merged(), check.corrected(correction), check.expert()
         floor = check.expert_under_merged_head()
     table = comparison(before, after) | {"expert": expert.means(), "head_floor_kl": floor.means()["kl"]}

@@ -11,7 +11,6 @@ import torch
 
 from .correction import Correction
 from .errors import UserError
-from .features import Readout
 from .fit.router import FOLDS, Template, choose_depth, prompt_means, prompt_part
 from .heldout import HeldOut
 from .job import DomainJob, Job
@@ -78,19 +77,26 @@ def fit_routing(
 
 
 def wrong_routing(
-    job: Job,
-    domains: list[DomainJob],
-    model: PreTrainedModel,
-    readout: Readout,
-    corrections: dict[str, Correction],
-    splits: list[Split],
+    checks: dict[str, HeldOut], corrections: dict[str, Correction], tables: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """Held-out KL to the expert of each domain under every domain's correction, and under none (`unsure`)."""
+    """Held-out KL to the expert of each domain under every domain's correction, and under none (`unsure`).
+
+    Args:
+        checks: the held-out sequences of each domain.
+        corrections: those that ship; one without sites is none.
+        tables: by domain, what was measured under none and under its own.
+    """
     out: dict[str, dict[str, float]] = {}
     with torch.inference_mode():
-        for domain, (_, held) in zip(domains, splits, strict=True):
-            if not held or len(check := HeldOut(job, domain, model, readout, held)) == 0:
-                continue
-            measured = {name: check.corrected(c) for name, c in corrections.items()} | {UNSURE: check.merged()}
-            out[domain.name] = {name: float(sample.means()["kl"] or 0.0) for name, sample in measured.items()}
+        for name, check in checks.items():
+            bare = float(tables[name]["merged"]["kl"])
+            out[name] = {}
+            for other, correction in corrections.items():
+                if not dict(correction.items()):
+                    out[name][other] = bare
+                elif other == name:
+                    out[name][other] = float(tables[name]["repaired"]["kl"])
+                else:
+                    out[name][other] = float(check.corrected(correction).means()["kl"] or 0.0)
+            out[name][UNSURE] = bare
     return out
