@@ -131,18 +131,29 @@ class SiteCorrection(nn.Module):
             and (self.position_inner is None or self.position_inner.shape[1] == self.rank)
         )
 
-    def forward(self, h: torch.Tensor, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Corrected h [..., d_out] from h, x [..., d_in] and positions [...] (needed only where there is a bias)."""
+    def forward(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        bases: dict[Position, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Corrected h [..., d_out] from h, x [..., d_in] and positions [...] (needed only where there is a bias).
+
+        Where several sites see the same positions, `bases` keeps the smooth functions from one to the next.
+        """
         if self.down is not None and self.up is not None:
             inner = nn.functional.linear(x.to(self.down.dtype), self.down)
             if self.position_inner is not None:
-                inner = inner + self._at(self.position_inner, positions)
+                inner = inner + self._at(self.position_inner, positions, bases)
             h = h - nn.functional.linear(inner.relu() if self.relu else inner, self.up).to(h.dtype)
         if self.position_bias is not None:
-            h = h - self._at(self.position_bias, positions).to(h.dtype)
+            h = h - self._at(self.position_bias, positions, bases).to(h.dtype)
         return h
 
-    def _at(self, weight: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    def _at(
+        self, weight: torch.Tensor, positions: torch.Tensor | None, bases: dict[Position, torch.Tensor] | None
+    ) -> torch.Tensor:
         """The value at some positions [...] of rows or weights [size, n]: [..., n]."""
         assert self.position is not None
         if self.position.size == 1:
@@ -150,7 +161,12 @@ class SiteCorrection(nn.Module):
         assert positions is not None
         if self.position.form == "table":
             return nn.functional.embedding(positions.clamp(min=0, max=self.position.size - 1), weight)
-        return self.position.basis(positions).to(weight.dtype) @ weight
+        basis = None if bases is None else bases.get(self.position)
+        if basis is None or basis.dtype != weight.dtype or basis.device != weight.device:
+            basis = self.position.basis(positions).to(weight.dtype)
+            if bases is not None:
+                bases[self.position] = basis
+        return basis @ weight
 
 
 class Correction(nn.Module):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .correction import Correction, SiteCorrection
+from .correction import Correction, Position, SiteCorrection
 from .errors import UserError
 from .models import decoder_layers
 from .passes import Caches, Pass, argument, cache_of, without_cache
@@ -53,6 +53,7 @@ class Handle:
         self._hooks: list[Any] = []
         self._cast: dict[tuple[str, str, torch.device, torch.dtype], SiteCorrection] = {}
         self._positions: torch.Tensor | None = None
+        self._bases: dict[Position, torch.Tensor] = {}
         self._keep: Any = None
         self._caches = Caches()
         self._chosen: list[Domain] | None = None
@@ -166,7 +167,7 @@ class Handle:
             return
 
         this = self._caches.read(module, args, kwargs)
-        self._positions = this.positions
+        self._positions, self._bases = this.positions, {}
         if self._asks_router():
             self._choose(module, args, kwargs, this)
         else:
@@ -266,7 +267,7 @@ class Handle:
             return h
         if isinstance(rows, str):
             site = self._site(rows, name, h)
-            return h if site is None else self._apply(site, h, x, positions)
+            return h if site is None else self._apply(site, h, x, positions, positions is self._positions)
         out = h.clone()
         for domain in dict.fromkeys(rows):
             site = self._site(domain, name, h) if domain is not None else None
@@ -277,8 +278,12 @@ class Handle:
             out[mine] = self._apply(site, h[mine], x[mine] if x is not None else None, where)
         return out
 
-    def _apply(self, site: SiteCorrection, h: torch.Tensor, x: Any, positions: torch.Tensor | None) -> torch.Tensor:
-        fixed: torch.Tensor = site(h, x if site.kind == "linear" else h, positions)
+    def _apply(
+        self, site: SiteCorrection, h: torch.Tensor, x: Any, positions: torch.Tensor | None, whole: bool = False
+    ) -> torch.Tensor:
+        """A site's correction of some rows; `whole` where the positions are those of the pass."""
+        bases = self._bases if whole else None
+        fixed: torch.Tensor = site(h, x if site.kind == "linear" else h, positions, bases)
         return fixed
 
     def _site(self, domain: str, name: str, like: torch.Tensor) -> SiteCorrection | None:
