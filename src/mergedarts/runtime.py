@@ -287,10 +287,13 @@ class Handle:
         return fixed
 
     def _site(self, domain: str, name: str, like: torch.Tensor) -> SiteCorrection | None:
-        """A site's correction on the device and in the dtype of the states, made once where it is of another."""
+        """A site's correction on the device and in the dtype of the states, copied once.
+
+        Copied also where nothing has to change: tensors as a file maps them lie at any address, and kernels round by it.
+        """
         found = self._sites[domain].get(name)
-        if found is None or all(p.device == like.device and p.dtype == like.dtype for p in found.parameters()):
-            return found
+        if found is None:
+            return None
         key = (domain, name, like.device, like.dtype)
         if key not in self._cast:
             self._cast[key] = deepcopy(found).requires_grad_(False).to(device=like.device, dtype=like.dtype)

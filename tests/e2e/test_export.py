@@ -117,13 +117,42 @@ def test_adapters_and_folded_are_the_correction(world: World, linear: Path, tmp_
     assert {t.shape[0] for name, t in tensors.items() if "lora_A" in name} == {settings["r"]}
 
 
+def test_a_correction_of_the_residual_stream_becomes_a_lora(
+    world: World, repaired: tuple[Path, Ran], tmp_path: Path
+) -> None:
+    """Fitted to the same states: its cost is said, it is what a stranger loads, and folded and adapter agree."""
+    from peft import PeftModel
+
+    from mergedarts.models import ModelRef, load_model
+
+    options = ("--domain", "chat", "--rank", "12", "--force", "--json")
+    lora = ran("export", repaired[0], "--format", "lora", "--out", tmp_path / "lora", *options)
+    assert lora.code == 0, lora.err
+    folded = ran("export", repaired[0], "--format", "folded", "--out", tmp_path / "folded", *options)
+    assert folded.code == 0, folded.err
+    entry = lora.json["domains"]["chat"]
+    assert entry["fitted"]
+    assert entry["rank"] == 12
+    assert entry["kl"]["exported"] < entry["kl"]["merged"]
+    assert entry["kl"]["exported"] == pytest.approx(folded.json["domains"]["chat"]["kl"]["exported"], rel=1e-3)
+    gain = entry["kl"]["merged"] - entry["kl"]["corrected"]
+    assert entry["kept"] == pytest.approx((entry["kl"]["merged"] - entry["kl"]["exported"]) / gain)
+    cpu = torch.device("cpu")
+    plain = load_model(ModelRef(str(tmp_path / "folded")), torch.float32, cpu)
+    tuned = PeftModel.from_pretrained(load_model(ModelRef(str(world.merged)), torch.float32, cpu), tmp_path / "lora")
+    ids = torch.randint(5, 250, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(plain(input_ids=ids).logits, tuned(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
 def test_a_lora_that_keeps_too_little_is_refused(linear: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With most of the update taken away."""
     from mergedarts import export as exports
     from mergedarts.correction import Correction, SiteCorrection
 
-    def less(job: Any, domain: Any, model: Any, correction: Correction) -> Correction:
-        return Correction({n: SiteCorrection("linear", s.down.data, 0.1 * s.up.data) for n, s in correction.items()})
+    def less(job: Any, domain: Any, model: Any, correction: Correction, *_: Any) -> tuple[Correction, bool]:
+        sites = {n: SiteCorrection("linear", s.down.data, 0.1 * s.up.data) for n, s in correction.items()}
+        return Correction(sites), True
 
     monkeypatch.setattr(exports, "lora_of", less)
     arguments = ("export", linear, "--format", "folded", "--domain", "chat", "--out", tmp_path / "out")
@@ -140,7 +169,6 @@ def test_mistakes(repaired: tuple[Path, Ran], linear: Path, tmp_path: Path) -> N
     is_mistake(ran("export", repaired[0], "--format", "folded", "--out", out), "--domain", "code")
     is_mistake(ran("export", repaired[0], "--format", "lora", "--out", out, "--domain", "auto"), "auto")
     is_mistake(ran("export", tmp_path, "--format", "hub", "--out", out), "calibrate")
-    is_mistake(ran("export", repaired[0], "--format", "lora", "--out", out), "form: linear")
     assert not out.exists()
     out.mkdir()
     (out / "mine.txt").write_text("x")

@@ -26,6 +26,7 @@ def export(
     domain: str | None = typer.Option(
         None, help="hub: the domain in use by default (auto, none); lora: one, or all; folded: the one to fold in."
     ),
+    rank: int = typer.Option(8, min=1, help="Of the LoRA that is fitted where a correction is not one by nature."),
     force: bool = typer.Option(False, "--force", help="Write a LoRA that keeps less than half of the gain."),
     merged: str | None = typer.Option(None, help="Where the merged model is now, if it has moved."),
     device: str = typer.Option("auto", help="auto, cpu, cuda, cuda:1, mps."),
@@ -37,7 +38,9 @@ def export(
     from .. import export as exports
     from .tables import export_table
 
-    said = exports.export(folder, form.value, target, domain=domain, force=force, merged=merged, device=device)
+    said = exports.export(
+        folder, form.value, target, domain=domain, rank=rank, force=force, merged=merged, device=device
+    )
     pushed = exports.push(target, push_to_hub) if push_to_hub else None
     if as_json:
         emit(said | ({"pushed": pushed} if pushed else {}))

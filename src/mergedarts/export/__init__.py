@@ -32,6 +32,8 @@ Form = Literal["hub", "lora", "folded"]
 MARKER = "mergedarts_export.json"
 #: Share of the full correction's gain below which a LoRA is refused.
 LEAST_KEPT = 0.5
+#: Of a LoRA that is fitted to do the job of a correction of the residual stream.
+RANK = 8
 
 
 def export(
@@ -40,6 +42,7 @@ def export(
     out: str | Path,
     *,
     domain: str | None = None,
+    rank: int = RANK,
     force: bool = False,
     merged: str | None = None,
     device: str = "auto",
@@ -52,6 +55,7 @@ def export(
         out: the folder to write; an earlier export there is replaced when the new one is whole.
         domain: `hub`: the domain in use where a call does not say (`auto` where there is a router, else none);
             `lora`: one domain, or all, each in a folder of its name; `folded`: the one to fold in.
+        rank: of the LoRA that is fitted where a correction is not one by nature.
         force: write a LoRA that keeps less than half of what the correction gains.
         merged: where the merged model is now, if it has moved.
 
@@ -86,7 +90,7 @@ def export(
             job = job_of(folder, device, merged)
             for name in shipped if every else [str(domain)]:
                 place = target / name if every else target
-                said["domains"][name] = _low_rank(job, folder, name, form, place, force)
+                said["domains"][name] = _low_rank(job, folder, name, form, place, rank, force)
         write_text(target / MARKER, json.dumps(said, indent=2, ensure_ascii=False) + "\n")
         card = export_card(said, config, out.name)
         write_text(target / "README.md", card)
@@ -96,7 +100,7 @@ def export(
     return said
 
 
-def _low_rank(job: Job, folder: Path, name: str, form: Form, place: Path, force: bool) -> dict[str, Any]:
+def _low_rank(job: Job, folder: Path, name: str, form: Form, place: Path, rank: int, force: bool) -> dict[str, Any]:
     """Write one domain as an adapter or folded, and measure it as loaded back."""
     domain = next(d for d in job.domains if d.name == name)
     domain, expert = run_expert(job, domain, [])
@@ -104,7 +108,7 @@ def _low_rank(job: Job, folder: Path, name: str, form: Form, place: Path, force:
     fitted, held = split_of(job, domain)
     model = job.load(job.merged)
     full = read_corrections(folder)[name]
-    found = lora_of(job, domain, model, full)
+    found, fitted_anew = lora_of(job, domain, model, full, fitted, rank)
     check = HeldOut(job, domain, model, Readout(model), held or fitted)
     before, after = check.merged(), check.corrected(full)
     del check
@@ -125,10 +129,16 @@ def _low_rank(job: Job, folder: Path, name: str, form: Form, place: Path, force:
     say(f"{name}: keeps {kept:.0%} of the gain" if kept is not None else f"{name}: no gain to keep")
     if kept is not None and kept < LEAST_KEPT and not force:
         raise UserError(
-            f"As a LoRA the correction of '{name}' keeps {kept:.0%} of its gain on held-out prompts; raise 'budget' "
-            "and calibrate again, or write it all the same with --force."
+            f"As a LoRA the correction of '{name}' keeps {kept:.0%} of its gain on held-out prompts; give a higher "
+            "--rank, or write it all the same with --force."
         )
-    return table | {"sites": len(dict(found.items())), "rank": max(s.rank for _, s in found.items())}
+    described = {
+        "sites": len(dict(found.items())),
+        "rank": max(site.rank for _, site in found.items()),
+        "parameters": found.parameter_count,
+        "fitted": fitted_anew,
+    }
+    return table | described
 
 
 def _with_adapter(model: PreTrainedModel, place: Path) -> PreTrainedModel:

@@ -75,12 +75,13 @@ def _costs(domains: dict[str, Any]) -> list[str]:
         "correction and of this export as loaded back; kept = the export's gain over the full correction's, with a 95% "
         "bootstrap interval over sequences.",
         "",
-        "| domain | sequences | tokens | KL merged | KL corrected | KL exported | kept | rank |",
-        "|---|---|---|---|---|---|---|---|",
+        "| domain | sequences | tokens | KL merged | KL corrected | KL exported | kept | rank | made |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     return lines + [
         f"| {name} | {d['sequences']} | {d['tokens']} | {d['kl']['merged']:.4f} | {d['kl']['corrected']:.4f} "
-        f"| {d['kl']['exported']:.4f} | {kept(d)} | {d['rank']} |"
+        f"| {d['kl']['exported']:.4f} | {kept(d)} | {d['rank']} "
+        f"| {'fitted to the same states' if d['fitted'] else 'the correction itself'} |"
         for name, d in domains.items()
     ]
 

@@ -1,10 +1,12 @@
 """Export as a LoRA: a standard PEFT adapter, or the same folded into the weights of a plain checkpoint.
 
-Knows low-rank updates of linear layers and how PEFT names them; a correction of another kind is not its affair.
+Knows low-rank updates of linear layers and how PEFT names them; how they are fitted where a correction is of another
+kind is the affair of `fit`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,33 +14,57 @@ import torch
 
 from ..correction import Correction
 from ..errors import UserError
+from ..features import Readout
+from ..fit import expert_extras, fit_domain, layers_needed
 from ..fit.linear import linear_layers, weight_of
-from ..job import DomainJob, Job
+from ..job import DomainJob, Job, run_expert
 from ..store import save_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def lora_of(job: Job, domain: DomainJob, model: PreTrainedModel, correction: Correction) -> Correction:
-    """A domain's correction as low-rank updates of linear layers (sites of kind `linear` without position).
+def is_lora(correction: Correction) -> bool:
+    """Whether a correction is low-rank updates of linear layers and nothing else."""
+    return all(site.kind == "linear" and not site.relu and site.position is None for _, site in correction.items())
+
+
+def lora_job(job: Job, rank: int) -> Job:
+    """The run with low-rank updates of some rank where the residual stream is written, in place of its own form."""
+    form = job.run.correction.model_copy(update={"form": "linear", "sites": "all", "rank": rank, "position": "auto"})
+    fit = job.run.fit.model_copy(update={"method": "closed-form", "objective": "states", "loss": "auto"})
+    return replace(job, run=job.run.model_copy(update={"correction": form, "fit": fit}))
+
+
+def lora_of(
+    job: Job, domain: DomainJob, model: PreTrainedModel, correction: Correction, fitted: list[int], rank: int
+) -> tuple[Correction, bool]:
+    """A domain's correction as low-rank updates of linear layers.
+
+    Where it is not one by nature, updates of the layers that write to the residual stream are fitted in closed form to
+    the same states of the expert on the same sequences, in the same metric, in one sweep.
 
     Args:
-        job: the run that made it, and what is needed to fit anew.
+        job: the run that made the correction.
         model: the merged model, uncorrected.
+        fitted: the sequences the correction was fitted on.
+        rank: of the updates that are fitted.
+
+    Returns:
+        The updates, and whether they were fitted anew.
 
     Raises:
-        UserError: the correction is not a LoRA.
+        UserError: the domain has no correction, or the model has no layer that writes straight to the stream.
     """
-    sites = dict(correction.items())
-    if not sites:
+    if not dict(correction.items()):
         raise UserError(f"Domain '{domain.name}' ships uncorrected, so there is nothing to export; export another one.")
-    if any(site.kind != "linear" or site.relu or site.position is not None for site in sites.values()):
-        raise UserError(
-            f"The correction of '{domain.name}' acts on the residual stream, which a LoRA cannot; calibrate with "
-            "'correction: {form: linear}' for these exports, or export as 'hub'."
-        )
-    return correction
+    if is_lora(correction):
+        return correction, False
+    linear = lora_job(job, rank)
+    domain, expert = run_expert(linear, domain, layers_needed(linear))
+    expert_extras(linear, domain, fitted, expert)
+    del expert
+    return fit_domain(linear, domain, model, Readout(model), fitted).correction, True
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, correction: Correction, base: str) -> None:
