@@ -86,7 +86,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         f"all {layers} layers": correction(model, layers, 1),
     }
     work = {f"decode, batch {b}": lambda b=b: decode(model, b, args.prompt, args.steps) for b in BATCHES}
-    work |= {f"prefill, batch {b}": lambda b=b: prefill(model, b, args.length) for b in (1, 8)}
+    work |= {f"prefill, batch {b}": lambda b=b: prefill(model, b, args.length) for b in (1, 4)}
     speeds: dict[str, dict[str, list[float]]] = {name: {v: [] for v in variants} for name in work}
     for number in range(-1, args.rounds):  # the first round warms up
         order = list(variants)

@@ -289,7 +289,8 @@ class Handle:
     def _site(self, domain: str, name: str, like: torch.Tensor) -> SiteCorrection | None:
         """A site's correction on the device and in the dtype of the states, copied once.
 
-        Copied also where nothing has to change: tensors as a file maps them lie at any address, and kernels round by it.
+        Copied also where nothing has to change: tensors as a file maps them lie at any address, and kernels may round
+        by it.
         """
         found = self._sites[domain].get(name)
         if found is None:

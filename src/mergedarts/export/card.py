@@ -59,7 +59,8 @@ def export_card(said: dict[str, Any], config: dict[str, Any], name: str) -> str:
 
 def _logits(differences: dict[str, Any]) -> list[str]:
     lines = [
-        "Logits of the export as loaded back against those of the repaired model, on held-out prompts of all domains.",
+        "Logits of the export as loaded back against those of the repaired model, on held-out prompts: a domain's own, "
+        "or all domains' where none is named.",
         "",
         "| domain in use | tokens | largest absolute difference | KL, nats a token |",
         "|---|---|---|---|",

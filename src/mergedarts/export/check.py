@@ -1,6 +1,6 @@
 """Compares an export with the repaired model it came from, on the held-out prompts of every domain.
 
-Knows logits of both, one model in memory at a time; does not know the export's form.
+Knows sequences and logits; does not know the form of the export.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import parse_run
-from ..models import eos_ids
+from ..models import ModelRef, eos_ids
 from ..progress import bar
 from ..prompts import TokenSequence, encode, read_examples, split
-from ..repaired import Repaired
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,10 +48,13 @@ class Difference:
         return {"tokens": self.tokens, "largest": self.largest, "kl": self.kl}
 
 
-def held_out_sequences(config: dict[str, Any], tokenizer: Any, eos: set[int]) -> dict[str, list[TokenSequence]]:
+def held_out_sequences(
+    config: dict[str, Any], model: PreTrainedModel, tokenizer: Any
+) -> dict[str, list[TokenSequence]]:
     """Some of the sequences of each domain that its correction was not fitted on (of all, where none was held out)."""
     settings = config["settings"] | {"merged": config["merged"]["model"], "merge": None}
     run = parse_run(settings | {"domains": config["run"]["domains"]})
+    eos = eos_ids(ModelRef(str(model.config._name_or_path)), tokenizer)
     out = {}
     for name, domain in run.domains.items():
         examples = read_examples(domain, name, Path(config["run"]["base"]))
@@ -61,40 +63,30 @@ def held_out_sequences(config: dict[str, Any], tokenizer: Any, eos: set[int]) ->
     return out
 
 
-def original_logits(repaired: Repaired, config: dict[str, Any], domains: list[str | None]) -> dict[str | None, Logits]:
-    """Logits of the repaired model by domain in use, over all held-out sequences."""
-    model, tokenizer, handle = repaired
-
-    def use(domain: str | None) -> None:
-        handle.domain = domain
-
-    return logits_by_domain(model, sequences_for(model, tokenizer, config), domains, use, "original")
-
-
-def sequences_for(model: PreTrainedModel, tokenizer: Any, config: dict[str, Any]) -> list[TokenSequence]:
-    """The held-out sequences of all domains in one list."""
-    from ..models import ModelRef
-
-    eos = eos_ids(ModelRef(str(model.config._name_or_path)), tokenizer)
-    return [s for found in held_out_sequences(config, tokenizer, eos).values() for s in found]
-
-
 @torch.inference_mode()
 def logits_by_domain(
     model: PreTrainedModel,
-    sequences: list[TokenSequence],
+    sequences: dict[str, list[TokenSequence]],
     domains: list[str | None],
     use: Callable[[str | None], None],
     title: str,
 ) -> dict[str | None, Logits]:
-    """Float32 logits of the last tokens of each sequence under each domain; `use` is called before each."""
+    """Float32 logits of the last tokens of sequences under each domain in use: of its own, or of all where it has none.
+
+    Args:
+        sequences: by domain.
+        domains: names, None and `auto`.
+        use: called before each.
+    """
     device = next(model.parameters()).device
+    every = [s for own in sequences.values() for s in own]
+    work = {domain: sequences.get(domain or "", every) for domain in domains}
     out: dict[str | None, Logits] = {}
-    with bar(f"{title}: logits", len(domains) * len(sequences), "prompts") as advance:
-        for domain in domains:
+    with bar(f"{title}: logits", sum(map(len, work.values())), "prompts") as advance:
+        for domain, rows in work.items():
             use(domain)
             out[domain] = []
-            for sequence in sequences:
+            for sequence in rows:
                 ids = torch.tensor([sequence.ids], device=device)
                 out[domain].append(model(input_ids=ids, use_cache=False).logits[0, -TOKENS:].float().cpu())
                 advance(1)

@@ -5,7 +5,6 @@ Knows the files of such a folder; the code inside it comes from `remote`.
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from ..errors import UserError
 from ..files import read_json, write_text
 from ..repaired import Repaired
-from .check import Difference, logits_by_domain, original_logits, sequences_for
+from .check import Difference, held_out_sequences, logits_by_domain
 from .remote import class_name, remote_code
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def write_hub(folder: Path, repaired: Repaired, config: dict[str, Any], domain: 
 
     Args:
         folder: where to write; exists and is empty.
-        repaired: the repaired model, loaded; it is let go on the way.
+        repaired: the repaired model, loaded.
         config: its `darts_config.json`.
         domain: the domain in use where a call does not say.
 
@@ -42,14 +41,16 @@ def write_hub(folder: Path, repaired: Repaired, config: dict[str, Any], domain: 
     stock = type(model).__name__
     if not type(model).__module__.startswith("transformers."):
         raise UserError(f"{stock} is remote code itself, which cannot be wrapped; export a model of a stock class.")
-    sequences = sequences_for(model, tokenizer, config)
+    sequences = held_out_sequences(config, model, tokenizer)
     names: list[str | None] = [*handle.domains, None, *(["auto"] if handle.router is not None else [])]
-    before = original_logits(repaired, config, names)
+
+    def choose(name: str | None) -> None:
+        handle.domain = name
+
+    before = logits_by_domain(model, sequences, names, choose, "original")
     save_hub(folder, repaired, domain)
     dtype, device = model.dtype, model.device
     handle.detach()
-    del model, handle, repaired
-    gc.collect()
     loaded = load_hub(folder, dtype, device)
 
     def use(name: str | None) -> None:
