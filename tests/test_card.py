@@ -106,7 +106,7 @@ def test_names_cannot_break_out(hostile):
     card = model_card(config, hostile)
     lines = card.splitlines()
     assert "# Owned" not in lines
-    assert sum(line.startswith("#") for line in lines) == 4  # title, measures, made, use
+    assert sum(line.startswith("#") for line in lines) == 5  # title, measures, made, router, use
     assert sum(line.startswith("```") for line in lines) == 2
     code = card.split("```python")[1].split("```")[0]
     compile(code, "card", "exec")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mergedarts.correction import Correction, Position, SiteCorrection
-from mergedarts.models import decoder_layers
+from mergedarts.models import cast_weights, decoder_layers
 from mergedarts.prompts import PromptSet, TokenSequence
 
 D, VOCAB, LAYERS = 32, 96, 3
@@ -60,7 +60,7 @@ def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
         for name, p in model.named_parameters():
             if p.dim() > 1 and "conv" not in name:
                 p.normal_(0, 0.6 / math.sqrt(p.shape[-1]) if "embed" not in name and "wte" not in name else 0.5)
-    return model.to(dtype)
+    return cast_weights(model, dtype)
 
 
 def random_site(kind: str, d_in: int, d_out: int, seed: int, position: Position | None, relu: bool) -> SiteCorrection:

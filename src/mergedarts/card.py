@@ -18,9 +18,9 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "tags: [mergedarts, model-merging, representation-surgery]",
         "---",
         "",
-        f"# {_text(name)}",
+        f"# {shown(name)}",
         "",
-        f"Corrections for the merged model `{_code(merged['model'])}`, made with mergedarts {config['mergedarts']}. "
+        f"Corrections for the merged model `{quoted(merged['model'])}`, made with mergedarts {config['mergedarts']}. "
         f"They add {added['added']:,} parameters, {added['share']:.3%} of the model's {merged['parameters']:,}, "
         f"for {len(config['domains'])} domain(s).",
         "",
@@ -48,11 +48,12 @@ def model_card(config: dict[str, Any], name: str) -> str:
     ]
     for domain, entry in config["domains"].items():
         lines.append(
-            f"- **{domain}**: expert `{_code(entry['expert'])}`, {entry['sequences']['fit']} sequences fitted."
+            f"- **{domain}**: expert `{quoted(entry['expert'])}`, {entry['sequences']['fit']} sequences fitted."
         )
         if not entry["shipped"]:
             lines.append("  Not improved on held-out prompts, so it ships **uncorrected**.")
-        lines += [f"  {_text(line)}" for line in [*considered(entry), *entry["notes"]]]
+        lines += [f"  {shown(line)}" for line in [*considered(entry), *entry["notes"]]]
+    lines += _routing(config)
     lines += [
         "",
         "## Use",
@@ -60,7 +61,7 @@ def model_card(config: dict[str, Any], name: str) -> str:
         "```python",
         "import mergedarts",
         "",
-        f'model, tokenizer, handle = mergedarts.load("{_code(name)}", domain="{next(iter(config["domains"]))}")',
+        f'model, tokenizer, handle = mergedarts.load("{quoted(name)}", domain="{next(iter(config["domains"]))}")',
         "```",
         "",
     ]
@@ -84,6 +85,53 @@ def considered(entry: dict[str, Any]) -> list[str]:
     return lines
 
 
+def describe_routing(routing: dict[str, Any] | None) -> list[str]:
+    """What a person is told of a router, a line each."""
+    if routing is None:
+        return ["none; a domain has to be named"]
+    if "note" in routing:
+        return [routing["note"]]
+    depth, layers = routing["depth"], routing["layers"]
+    where = "the input of the first layer" if depth == 0 else f"the states after layer {depth - 1}"
+    cost = (
+        f"runs the prompt through {depth} of {layers} layers once more"
+        if routing["second_pass"]
+        else "costs no second pass"
+    )
+    held = routing["held_out"]
+    lines = [f"reads {where} of {layers}, {cost}; {routing['parameters']:,} numbers"]
+    if held["sequences"]:
+        lines.append(f"{held['accuracy']:.1%} of {held['sequences']} held-out prompts right")
+    return lines
+
+
+def _routing(config: dict[str, Any]) -> list[str]:
+    """The card's section on the router."""
+    routing = config.get("router")
+    lines = [
+        "",
+        "## Router",
+        "",
+        *(f"{shown(line)[0].upper()}{shown(line)[1:]}." for line in describe_routing(routing)),
+    ]
+    if routing is None or "note" in routing:
+        return lines
+    columns = [*config["domains"], "unsure"]
+    lines += [
+        "",
+        "How often each choice is made for held-out prompts of a domain, and the KL to its expert under that choice "
+        "(unsure is uncorrected):",
+        "",
+        "| prompts of | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name, row in routing["held_out"]["chosen"].items():
+        kl = routing["kl"].get(name, {})
+        cells = (f"{row[c]} ({kl[c]:.4f})" if c in kl else str(row[c]) for c in columns)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def _row(domain: str, entry: dict[str, Any]) -> str:
     table = entry["held_out"]
     if table is None:
@@ -99,7 +147,7 @@ def _row(domain: str, entry: dict[str, Any]) -> str:
     )
 
 
-def _text(value: str) -> str:
+def shown(value: str) -> str:
     """Text that Markdown and HTML show as it is."""
     flat = "".join(c if c.isprintable() else " " for c in value)
     for mark in "&<>":
@@ -107,6 +155,6 @@ def _text(value: str) -> str:
     return flat.replace("|", "\\|")
 
 
-def _code(value: str) -> str:
+def quoted(value: str) -> str:
     """Text inside a code span or block."""
     return "".join(c if c.isprintable() and c not in '`"\\' else " " for c in value)

@@ -147,6 +147,7 @@ class RunFile(Settings):
     device: str = "auto"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     max_tokens: int = Field(2048, ge=2, description="longer sequences are cut at the end")
+    router: bool = Field(True, description="fit a router, so that `domain: auto` can choose by the prompt")
     strict: bool = Field(False, description="make it an error where a domain is not improved")
     trust_remote_code: bool = False
 

@@ -73,6 +73,43 @@ class SiteCorrection(nn.Module):
         self.position_bias = None if bias is None else nn.Parameter(bias.contiguous())
         self.position_inner = None if inner is None else nn.Parameter(inner.contiguous())
 
+    @classmethod
+    def empty(cls, entry: dict[str, Any], widths: tuple[int, int]) -> SiteCorrection:
+        """A site of uninitialised tensors, to be filled from a file.
+
+        Args:
+            entry: its description, as `describe` makes it.
+            widths: d_in and d_out.
+        """
+        rank, at = entry["rank"], entry.get("position")
+        return cls(
+            entry["kind"],
+            down=torch.empty(rank, widths[0]) if rank else None,
+            up=torch.empty(widths[1], rank) if rank else None,
+            bias=torch.empty(at["size"], widths[1]) if at and entry["bias"] else None,
+            inner=torch.empty(at["size"], rank) if at and entry["inner"] else None,
+            position=Position(at["form"], at["size"], at["last"]) if at else None,
+            relu=entry["relu"],
+        )
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """What a file must say of a site beside its tensors."""
+        entry: dict[str, Any] = {"site": name, "kind": self.kind, "rank": self.rank, "relu": self.relu}
+        if self.position is not None:
+            p = self.position
+            entry["position"] = {"form": p.form, "size": p.size, "last": p.last}
+            entry["inner"] = self.position_inner is not None
+            entry["bias"] = self.position_bias is not None
+        return entry
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """d_in and d_out."""
+        wide = self.up if self.up is not None else self.position_bias
+        assert wide is not None
+        out = wide.shape[0] if wide is self.up else wide.shape[1]
+        return (out if self.down is None else self.down.shape[1]), out
+
     @property
     def rank(self) -> int:
         return 0 if self.down is None else self.down.shape[0]
@@ -94,18 +131,29 @@ class SiteCorrection(nn.Module):
             and (self.position_inner is None or self.position_inner.shape[1] == self.rank)
         )
 
-    def forward(self, h: torch.Tensor, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Corrected h [..., d_out] from h, x [..., d_in] and positions [...] (needed only where there is a bias)."""
+    def forward(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        bases: dict[Position, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Corrected h [..., d_out] from h, x [..., d_in] and positions [...] (needed only where there is a bias).
+
+        Where several sites see the same positions, `bases` keeps the smooth functions from one to the next.
+        """
         if self.down is not None and self.up is not None:
             inner = nn.functional.linear(x.to(self.down.dtype), self.down)
             if self.position_inner is not None:
-                inner = inner + self._at(self.position_inner, positions)
+                inner = inner + self._at(self.position_inner, positions, bases)
             h = h - nn.functional.linear(inner.relu() if self.relu else inner, self.up).to(h.dtype)
         if self.position_bias is not None:
-            h = h - self._at(self.position_bias, positions).to(h.dtype)
+            h = h - self._at(self.position_bias, positions, bases).to(h.dtype)
         return h
 
-    def _at(self, weight: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    def _at(
+        self, weight: torch.Tensor, positions: torch.Tensor | None, bases: dict[Position, torch.Tensor] | None
+    ) -> torch.Tensor:
         """The value at some positions [...] of rows or weights [size, n]: [..., n]."""
         assert self.position is not None
         if self.position.size == 1:
@@ -113,7 +161,12 @@ class SiteCorrection(nn.Module):
         assert positions is not None
         if self.position.form == "table":
             return nn.functional.embedding(positions.clamp(min=0, max=self.position.size - 1), weight)
-        return self.position.basis(positions).to(weight.dtype) @ weight
+        basis = None if bases is None else bases.get(self.position)
+        if basis is None or basis.dtype != weight.dtype or basis.device != weight.device:
+            basis = self.position.basis(positions).to(weight.dtype)
+            if bases is not None:
+                bases[self.position] = basis
+        return basis @ weight
 
 
 class Correction(nn.Module):
@@ -150,13 +203,7 @@ def save_corrections(folder: Path, corrections: dict[str, Correction]) -> dict[s
                 "position_inner": site.position_inner,
             }
             tensors |= {f"{prefix}.{key}": value for key, value in parts.items() if value is not None}
-            entry: dict[str, Any] = {"site": name, "kind": site.kind, "rank": site.rank, "relu": site.relu}
-            if site.position is not None:
-                p = site.position
-                entry["position"] = {"form": p.form, "size": p.size, "last": p.last}
-                entry["inner"] = site.position_inner is not None
-                entry["bias"] = site.position_bias is not None
-            described[domain].append(entry)
+            described[domain].append(site.describe(name))
     bad = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
     if bad:
         raise UserError(

@@ -78,7 +78,7 @@ def demo(samples: int = 50, examples: int = 30, speak: bool = True) -> DemoResul
     for name, preset in reversed(VARIANTS):
         say(f"calibrating {name}")
         folders[name] = cache_dir() / "testbed" / "repaired" / name
-        run = parse_run(settings | {"preset": preset})
+        run = parse_run(settings | {"preset": preset, "router": preset == "default"})
         result = calibrate(run, folders[name])
         for stage, seconds in result["seconds"].items():
             key = f"{name}: fit" if stage == "fit" else stage

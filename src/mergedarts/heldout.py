@@ -69,6 +69,10 @@ class HeldOut:
         """Of the merged model as it is."""
         return self._measure(self._merged)
 
+    def running(self) -> TokenMeasures:
+        """Of the model as it is now, run again."""
+        return self._measure(self._run())
+
     def expert(self) -> TokenMeasures:
         """Of the expert itself: no distance, and its own likelihood."""
         return self._measure(self._target, own_head=False)

@@ -182,11 +182,22 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device) -> PreTr
         raise UserError(f"{ref} cannot be loaded as a causal LM ({_first_line(error)}).") from None
     if model.get_output_embeddings() is None:
         raise UserError(f"{ref} has no output embedding; mergedarts repairs causal language models.")
-    # A dequantised model keeps the mark of its origin, with which it could not be saved or moved.
-    if getattr(model.config, "quantization_config", None) is not None and root.is_file():
-        del model.config.quantization_config
-    result: PreTrainedModel = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    if root.is_file():
+        # A dequantised model keeps the mark of its origin, with which it could not be saved or moved.
+        if getattr(model.config, "quantization_config", None) is not None:
+            del model.config.quantization_config
+        model = cast_weights(model, dtype)
+    # What the loader keeps in float32 (rotary frequencies, a few weights) stays so, as wherever else the model runs.
+    result: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return result
+
+
+def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with its weights in a dtype; buffers, such as rotary frequencies, stay as they are."""
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.to(dtype)
+    return model
 
 
 def _merge_adapter(model: PreTrainedModel, root: Path) -> PreTrainedModel:

@@ -28,6 +28,8 @@ from .models import parameter_count
 from .progress import warn
 from .prompts import split
 from .repaired import CONFIG, write_repaired
+from .router import Router
+from .routing import fit_routing, wrong_routing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,18 +82,24 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
             expert_extras(job, ready, split_of(job, ready)[0], expert)
             domains.append(ready)
             del expert
-    config, corrections = _repair(job, domains, clock)
+    config, corrections, router = _repair(job, domains, clock)
+    config["run"] = {
+        "base": str((base or Path.cwd()).resolve()),
+        "domains": run.model_dump(mode="json", include={"domains"})["domains"],
+    }
     config["seconds"] = clock.seconds
     unimproved = [name for name, d in config["domains"].items() if not d["shipped"]]
     if unimproved and run.strict:
         raise UserError(
             f"Domain '{unimproved[0]}' is not improved on held-out prompts ('strict'); nothing was written."
         )
-    write_repaired(out, config, corrections)
+    write_repaired(out, config, corrections, router)
     return config
 
 
-def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str, Any], dict[str, Correction]]:
+def _repair(
+    job: Job, domains: list[DomainJob], clock: Clock
+) -> tuple[dict[str, Any], dict[str, Correction], Router | None]:
     """Fit and check each domain with the merged model in memory."""
     run = job.run
     with clock.stage("merged features"):
@@ -102,12 +110,16 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
         readout = Readout(model)
     corrections: dict[str, Correction] = {}
     described: dict[str, Any] = {}
+    checks: dict[str, HeldOut] = {}
     for domain in domains:
         fitted, held = split_of(job, domain)
         with clock.stage("fit"):
             result = fit_domain(job, domain, model, readout, fitted)
         with clock.stage("held-out check"):
-            shipped, table = _check(job, domain, model, readout, held, result.correction)
+            check = HeldOut(job, domain, model, readout, held) if held else None
+            if check is not None and len(check):
+                checks[domain.name] = check
+            shipped, table = _check(checks.get(domain.name), result.correction)
         if shipped:
             corrections[domain.name] = result.correction
         else:
@@ -130,6 +142,16 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
             "choices": result.choices,
             "notes": notes,
         }
+    router, routing = None, None
+    if run.router:
+        splits = [split_of(job, domain) for domain in domains]
+        with clock.stage("router"):
+            router, routing = fit_routing(job, domains, model, corrections, splits)
+            if router is None:
+                warn(routing["note"])
+            else:
+                tables = {name: described[name]["held_out"] for name in checks}
+                routing["kl"] = wrong_routing(checks, corrections, tables)
     total = parameter_count(model)
     added = sum(d["parameters"] for d in described.values())
     share = added / total
@@ -145,9 +167,10 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
         },
         "domains": described,
         "parameters": {"added": added, "share": share, "budget": run.budget},
+        "router": routing,
         "settings": run.model_dump(mode="json", exclude={"domains"}),
     }
-    return config, corrections
+    return config, corrections, router
 
 
 def split_of(job: Job, domain: DomainJob) -> tuple[list[int], list[int]]:
@@ -155,16 +178,11 @@ def split_of(job: Job, domain: DomainJob) -> tuple[list[int], list[int]]:
     return split(len(domain.prompts.sequences), job.run.fit.holdout, job.run.fit.seed)
 
 
-def _check(
-    job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, held: list[int], correction: Correction
-) -> tuple[bool, dict[str, Any] | None]:
+def _check(check: HeldOut | None, correction: Correction) -> tuple[bool, dict[str, Any] | None]:
     """Whether a correction lowers the KL on held-out sequences, and the table that shows it."""
-    if not held:
+    if check is None:
         return True, None
     with torch.inference_mode():
-        check = HeldOut(job, domain, model, readout, held)
-        if len(check) == 0:
-            return True, None
         before, after, expert = check.merged(), check.corrected(correction), check.expert()
         floor = check.expert_under_merged_head()
     table = comparison(before, after) | {"expert": expert.means(), "head_floor_kl": floor.means()["kl"]}

@@ -9,20 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .card import model_card
-from .config import NAME_PATTERN
+from .config import NAME_PATTERN, parse_run
 from .correction import Correction, load_corrections, save_corrections
 from .errors import UserError
 from .files import new_folder, read_json, write_text
+from .job import Job, prepare
 from .models import DTYPES, ModelRef, fingerprint, load_model, load_tokenizer, pick_device
+from .router import Router
 from .runtime import Handle, attach
+from .store import load_tensors, save_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CONFIG = "darts_config.json"
+ROUTER = "router.safetensors"
 FORMAT = 1
 
 
@@ -123,6 +127,30 @@ class _Settings(_Part):
     correction: _Correction
 
 
+class _RouterHeldOut(_Part):
+    sequences: int
+    accuracy: float | None
+    chosen: dict[str, dict[str, int]]
+
+
+class _Router(_Part):
+    """What was fitted, or a note why nothing was."""
+
+    note: str | None = None
+    depth: int = Field(0, ge=0)
+    layers: int = 0
+    second_pass: bool = False
+    parameters: int = 0
+    held_out: _RouterHeldOut | None = None
+    kl: dict[str, dict[str, float]] = {}
+
+    @model_validator(mode="after")
+    def _whole(self) -> _Router:
+        if self.note is None and self.held_out is None:
+            raise ValueError("neither a note nor held-out figures")
+        return self
+
+
 class Described(_Part):
     """What this version reads of `darts_config.json`."""
 
@@ -132,6 +160,7 @@ class Described(_Part):
     domains: dict[Annotated[str, Field(pattern=rf"^{NAME_PATTERN}$")], _Domain] = Field(min_length=1)
     sites: dict[str, list[_Site]]
     parameters: _Added
+    router: _Router | None = None
     settings: _Settings
 
 
@@ -147,12 +176,16 @@ class Repaired:
         return iter((self.model, self.tokenizer, self.handle))
 
 
-def write_repaired(out: Path, config: dict[str, Any], corrections: dict[str, Correction]) -> None:
-    """Write corrections, `darts_config.json` and the model card; the old folder stands until the new one is whole."""
+def write_repaired(
+    out: Path, config: dict[str, Any], corrections: dict[str, Correction], router: Router | None = None
+) -> None:
+    """Write corrections, router, `darts_config.json` and the model card; an old folder stands until all are whole."""
     import json
 
     with new_folder(out, CONFIG) as folder:
         full = {"format": FORMAT, **config, "sites": save_corrections(folder, corrections)}
+        if router is not None:
+            save_tensors(folder / ROUTER, router.tensors())
         write_text(folder / CONFIG, json.dumps(full, indent=2, ensure_ascii=False) + "\n")
         write_text(folder / "README.md", model_card(full, out.name))
 
@@ -178,9 +211,44 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read
 
 
+def job_of(folder: Path, device: str | None = None, merged: str | None = None) -> Job:
+    """The run that made a repaired model, made ready again: what measures it needs its prompts and experts.
+
+    Raises:
+        UserError: prompts, an expert or the merged model have moved or changed.
+    """
+    config = read_config(folder)
+    if "run" not in config:
+        raise UserError(f"{folder} does not say what it was made from (an earlier version made it); calibrate again.")
+    said = {"merged": merged or config["merged"]["model"], "domains": config["run"]["domains"]}
+    settings = config["settings"] | said | {"merge": None} | ({"device": device} if device else {})
+    job = prepare(parse_run(settings, str(folder / CONFIG)), Path(config["run"]["base"]))
+    if job.merged_print != config["merged"]["fingerprint"]:
+        raise UserError(f"The corrections in {folder} were made for another model than {job.merged} is now.")
+    return job
+
+
 def read_corrections(folder: Path) -> dict[str, Correction]:
     """The corrections of a repaired model by domain."""
     return load_corrections(folder, read_config(folder)["sites"])
+
+
+def read_router(folder: Path) -> Router | None:
+    """The router of a repaired model, None where none was fitted."""
+    config = read_config(folder)
+    said = config.get("router")
+    if said is None or said.get("note") is not None:
+        return None
+    path = folder / ROUTER
+    tensors = load_tensors(path, "calibrate again")
+    try:
+        router = Router(list(config["domains"]), said["depth"], tensors)
+        whole = router.is_consistent()
+    except (KeyError, IndexError, TypeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path} does not match darts_config.json beside it; calibrate again.")
+    return router
 
 
 def load(
@@ -197,7 +265,7 @@ def load(
     Args:
         folder: what `calibrate` wrote.
         merged: where the merged model is now, if it has moved.
-        domain: the domain to begin with; None is the uncorrected model.
+        domain: the domain to begin with; None is the uncorrected model, `auto` the router's choice for each row.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
         dtype: `bfloat16`, `float16` or `float32`; None takes that of the calibration.
         trust_remote_code: let the merged model run code of its own; what the folder says of it does not count.
@@ -210,7 +278,7 @@ def load(
     """
     folder = Path(folder)
     config = read_config(folder)
-    corrections = read_corrections(folder)
+    corrections, router = read_corrections(folder), read_router(folder)
     made_for = config["merged"]
     ref = ModelRef.parse(merged or made_for["model"], trust_remote_code=trust_remote_code)
     if made_for.get("trust_remote_code") and not trust_remote_code:
@@ -225,4 +293,4 @@ def load(
     if named not in DTYPES:
         raise UserError(f"'{named}' is not a dtype here; choose one of {', '.join(DTYPES)}.")
     model = load_model(ref, DTYPES[named], pick_device(device))
-    return Repaired(model, load_tokenizer(ref), attach(model, corrections, domain))
+    return Repaired(model, load_tokenizer(ref), attach(model, corrections, domain, router))

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from .errors import NoSpaceError, UserError
 from .files import NO_SPACE, cache_dir, digest_text, readable_os_errors
 
-VERSION = "1"
+VERSION = "2"
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 

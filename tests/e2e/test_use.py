@@ -277,3 +277,66 @@ def test_a_domain_may_have_any_allowed_name(world: World, tmp_path: Path) -> Non
     assert done.code == 0, done.err
     assert list(done.json["domains"]) == names
     assert ran("info", tmp_path / "out").code == 0
+
+
+def test_auto_chooses_by_the_prompt(world: World, repaired: tuple[Path, Ran]) -> None:
+    """The router of the default recipe: what it says of itself, and that `auto` is the domain it names."""
+    import mergedarts
+
+    routing = repaired[1].json["router"]
+    held = routing["held_out"]
+    assert {name: sum(row.values()) for name, row in held["chosen"].items()} == {"code": 2, "maths": 2, "chat": 2}
+    right = sum(held["chosen"][name][name] for name in DOMAINS)
+    assert held["accuracy"] == pytest.approx(right / held["sequences"])
+    assert routing["second_pass"] == (routing["depth"] > 1)
+    for name in DOMAINS:
+        for domain, entry in repaired[1].json["domains"].items():
+            if entry["held_out"] and name == domain:
+                assert routing["kl"][name]["unsure"] == pytest.approx(entry["held_out"]["merged"]["kl"])
+                if entry["shipped"]:
+                    assert routing["kl"][name][name] == pytest.approx(entry["held_out"]["repaired"]["kl"])
+    card = (repaired[0] / "README.md").read_text()
+    assert "## Router" in card
+    assert "| prompts of | code | maths | chat | unsure |" in card
+    shown = ran("info", repaired[0])
+    assert "router" in shown.out
+    assert "prompts of" in shown.out
+
+    prompt = "what is 5 times 8?"
+    auto = ran("generate", repaired[0], "--domain", "auto", "--prompt", prompt, "--max-new-tokens", "6", "--json")
+    assert auto.code == 0, auto.err
+    named = ran("generate", repaired[0], "--domain", auto.json["domain"], "--prompt", prompt, "--max-new-tokens", "6",
+                "--json")  # fmt: skip
+    assert named.json == auto.json
+
+    model, tokenizer, handle = mergedarts.load(repaired[0], domain="auto")
+    texts = ["write f3(x)", "what is 4 times 7?", "a poem about sea", "zzzz qqqq 0000 ~~~~ |||| zzzz"]
+    rows = [tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True)["input_ids"]
+            for t in texts]  # fmt: skip
+    with torch.no_grad():
+        alone = []
+        for row in rows:
+            model(input_ids=torch.tensor([row]))
+            alone += handle.chosen
+        batch = tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt")
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    assert handle.chosen == alone
+    assert alone[3] is None
+
+
+def test_no_router(world: World, tmp_path: Path) -> None:
+    run = write_yaml(tmp_path / "darts.yml", world.run("code"))
+    done = ran("calibrate", run, "--out", tmp_path / "out", "--no-router", "--json")
+    assert done.code == 0, done.err
+    assert done.json["router"] is None
+    assert not (tmp_path / "out" / "router.safetensors").exists()
+    is_mistake(ran("generate", tmp_path / "out", "--domain", "auto", "--prompt", "x"), "router")
+    assert "a domain has to be named" in ran("info", tmp_path / "out").out
+
+
+def test_a_broken_router_is_said(repaired: tuple[Path, Ran], tmp_path: Path) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(repaired[0], tmp_path / "copy"))
+    (folder / "router.safetensors").unlink()
+    is_mistake(ran("info", folder), "router.safetensors")

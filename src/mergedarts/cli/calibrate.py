@@ -17,6 +17,9 @@ def calibrate(
     budget: str | None = typer.Option(None, help="Share of the model's parameters to add at most, such as 0.1%."),
     device: str | None = typer.Option(None, help="auto, cpu, cuda, cuda:1, mps."),
     dtype: str | None = typer.Option(None, help="bfloat16, float16 or float32."),
+    router: bool | None = typer.Option(
+        None, "--router/--no-router", help="Fit a router for domain 'auto', or leave it out."
+    ),
     strict: bool | None = typer.Option(None, "--strict", help="Fail where a domain is not improved."),
     trust_remote_code: bool | None = typer.Option(None, "--trust-remote-code", help="Let models run their own code."),
     as_json: bool = typer.Option(False, "--json", help="Print darts_config.json's content."),
@@ -25,12 +28,13 @@ def calibrate(
     from ..config import read_run_file
 
     given = {
-        "preset": preset, "budget": _number(budget), "device": device, "dtype": dtype, "strict": strict,
-        "trust_remote_code": trust_remote_code,
+        "preset": preset, "budget": _number(budget), "device": device, "dtype": dtype, "router": router,
+        "strict": strict, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     run = read_run_file(run_file, given)
     quiet_libraries()
     from .. import repair
+    from ..card import describe_routing
     from .tables import held_out_table
 
     result = repair.calibrate(run, target, run_file.parent)
@@ -38,6 +42,8 @@ def calibrate(
         emit(result)
     else:
         out.print(held_out_table(result))
+        for line in describe_routing(result["router"]):
+            out.print(clean(f"router: {line}"), highlight=False, markup=False, soft_wrap=True)
         out.print(clean(f"repaired model written to {target}"), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -14,7 +14,9 @@ from .main import app, clean, emit, out, quiet_libraries
 @app.command()
 def generate(
     folder: Path = typer.Argument(..., metavar="DIR", help="A repaired model."),
-    domain: str = typer.Option(..., "--domain", help="A domain of the model, or 'none' for the uncorrected model."),
+    domain: str = typer.Option(
+        ..., "--domain", help="A domain of the model, 'auto' to choose by the prompt, 'none' for no correction."
+    ),
     prompt: str | None = typer.Option(None, "--prompt", help="The prompt; read from stdin where it is not given."),
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens to write at most."),
     merged: str | None = typer.Option(None, help="Where the merged model is now, if it has moved."),
@@ -26,8 +28,8 @@ def generate(
     from ..repaired import load, read_config
 
     known = read_config(folder)["domains"]
-    if domain != "none" and domain not in known:
-        raise UserError(f"{folder} has no domain '{domain}'; choose one of {', '.join(known)} or none.")
+    if domain not in ("none", "auto") and domain not in known:
+        raise UserError(f"{folder} has no domain '{domain}'; choose one of {', '.join(known)}, auto or none.")
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise UserError("The prompt is empty; give --prompt TEXT or write it to stdin.")
@@ -45,7 +47,9 @@ def generate(
         trust_remote_code=trust_remote_code,
     )
     written = answer(repaired.model, repaired.tokenizer, text, max_new_tokens)
+    chosen = repaired.handle.chosen
+    used = domain if chosen is None else chosen[0] or "none"
     if as_json:
-        emit({"domain": domain, "prompt": text, "text": written})
+        emit({"domain": used, "prompt": text, "text": written})
     else:
         out.print(clean(written), highlight=False, markup=False, soft_wrap=True)

@@ -15,15 +15,15 @@ def info(
     as_json: bool = typer.Option(False, "--json", help="Print darts_config.json's content."),
 ) -> None:
     """Show a repaired model's origin, domains, size, settings and held-out figures."""
-    from ..repaired import read_config, read_corrections
+    from ..repaired import read_config, read_corrections, read_router
 
     config = read_config(folder)
-    read_corrections(folder)  # a folder whose parts do not match is said here, not at serving time
+    read_corrections(folder), read_router(folder)  # a folder whose parts do not match is said here, not at serving time
     if as_json:
         emit(config)
         return
-    from ..card import considered
-    from .tables import held_out_table
+    from ..card import considered, describe_routing
+    from .tables import held_out_table, routing_table
 
     merged, settings = config["merged"], config["settings"]
     fit, correction = settings["fit"], settings["correction"]
@@ -40,9 +40,12 @@ def info(
         )
         lines += [f"{'':<13} {line}" for line in considered(entry)]
         lines += [f"{'':<13} note: {note}" for note in entry["notes"]]
+    lines += [f"{'router':<13} {line}" for line in describe_routing(config.get("router"))]
     for line in lines:
         out.print(clean(line), highlight=False, markup=False, soft_wrap=True)
     out.print(held_out_table(config))
+    if (config.get("router") or {}).get("kl"):
+        out.print(routing_table(config))
 
 
 def _sites(sites: list[dict[str, object]]) -> str:

@@ -35,3 +35,43 @@ def held_out_table(config: dict[str, Any]) -> Table:
             f"{entry['parameters']:,}",
         )
     return table
+
+
+def routing_table(config: dict[str, Any]) -> Table:
+    """What the router chooses for held-out prompts of each domain, and the KL to the expert under each choice."""
+    routing = config["router"]
+    columns = [*config["domains"], "unsure"]
+    table = Table(
+        title="router on held-out prompts: how often chosen (KL to the expert under it)", title_justify="left"
+    )
+    for name in ("prompts of", *columns):
+        table.add_column(name, justify="left" if name == "prompts of" else "right")
+    for name, row in routing["held_out"]["chosen"].items():
+        kl = routing["kl"].get(name, {})
+        table.add_row(name, *(f"{row[c]} ({kl[c]:.4f})" if c in kl else str(row[c]) for c in columns))
+    return table
+
+
+def export_table(said: dict[str, Any]) -> Table:
+    """What an export is worth, as loaded back, on held-out prompts."""
+    from ..export.card import kept
+
+    if said["format"] == "hub":
+        table = Table(
+            title=f"logits against the repaired model's; default domain {said['domain']}", title_justify="left"
+        )
+        for name in ("domain in use", "tokens", "largest difference", "KL"):
+            table.add_column(name, justify="left" if name == "domain in use" else "right")
+        for name, d in said["logits"].items():
+            table.add_row(name, str(d["tokens"]), f"{d['largest']:.3g}", f"{d['kl']:.3g}")
+        return table
+    table = Table(title=f"KL to the expert as {said['format']}, held out", title_justify="left")
+    for name in ("domain", "sequences", "KL merged", "KL corrected", "KL exported", "gain kept", "rank"):
+        table.add_column(name, justify="left" if name == "domain" else "right")
+    for name, d in said["domains"].items():
+        kl = d["kl"]
+        table.add_row(
+            name, str(d["sequences"]), f"{kl['merged']:.4f}", f"{kl['corrected']:.4f}", f"{kl['exported']:.4f}",
+            kept(d).replace("[", r"\["), str(d["rank"]),
+        )  # fmt: skip
+    return table

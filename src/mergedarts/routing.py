@@ -1,0 +1,102 @@
+"""The router of a run: fitted on every domain's prompts, and what it is worth on the held-out ones.
+
+Knows the run, its splits and what is said of a router; the algebra is in `fit.router`, its use in `runtime`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .correction import Correction
+from .errors import UserError
+from .fit.router import FOLDS, Template, choose_depth, prompt_means, prompt_part
+from .heldout import HeldOut
+from .job import DomainJob, Job
+from .models import decoder_layers
+from .prompts import PromptSet
+from .router import Router
+from .runtime import free_depth
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Split = tuple[list[int], list[int]]
+UNSURE = "unsure"
+
+
+def fit_routing(
+    job: Job, domains: list[DomainJob], model: PreTrainedModel, corrections: dict[str, Correction], splits: list[Split]
+) -> tuple[Router | None, dict[str, Any]]:
+    """Fit the router and measure it.
+
+    Args:
+        model: the merged model, loaded.
+        corrections: those that ship, by domain.
+        splits: by domain, the sequences to fit on and those held out.
+
+    Returns:
+        The router and what `darts_config.json` says of it; no router and a note where there is too little to fit on.
+    """
+    try:
+        layers = len(decoder_layers(model))
+    except UserError as error:
+        return None, {"note": f"no router was fitted: {error}"}
+    parts = [PromptSet(tuple(prompt_part(s) for s in domain.prompts.sequences)) for domain in domains]
+    template = Template.of([s.ids for part in parts for s in part.sequences])
+    names = [domain.name for domain in domains]
+    rows: dict[str, list[torch.Tensor]] = {"fit": [], "held": []}
+    for domain, part, (fitted, held) in zip(domains, parts, splits, strict=True):
+        store = job.store(job.merged_print, part)
+        means = prompt_means(model, part, template, store, f"{domain.name}: prompts for the router")
+        # A prompt that is nothing but the template has no mean.
+        rows["fit"].append(means[fitted][means[fitted][:, 0, 0].isfinite()])
+        rows["held"].append(means[held])
+    few = [name for name, x in zip(names, rows["fit"], strict=True) if len(x) < FOLDS]
+    if few:
+        return None, {"note": f"no router was fitted: it needs {FOLDS} different prompts of domain '{few[0]}'."}
+    labels = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x in rows["fit"]]))
+    free = free_depth(model, [name for c in corrections.values() for name, _ in c.items()])
+    found, folds = choose_depth(torch.cat(rows["fit"]), labels, names, free, template)
+    router = found.router
+    confusion: dict[str, dict[str, int]] = {}
+    for name, x in zip(names, rows["held"], strict=True):
+        chosen = router.choose(x[:, router.depth]) if len(x) else []
+        confusion[name] = {(other or UNSURE): chosen.count(other) for other in [*names, None]}
+    right, count = sum(confusion[n][n] for n in names), sum(map(len, rows["held"]))
+    return router, {
+        "depth": router.depth,
+        "layers": layers,
+        "second_pass": router.depth > free,
+        "parameters": sum(b.numel() for b in router.buffers()),
+        "temperature": float(router.get_buffer("levels")[1]),
+        "fold_accuracy": {str(depth): round(accuracy, 5) for depth, accuracy in folds.items()},
+        "held_out": {"sequences": count, "accuracy": right / count if count else None, "chosen": confusion},
+    }
+
+
+def wrong_routing(
+    checks: dict[str, HeldOut], corrections: dict[str, Correction], tables: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """Held-out KL to the expert of each domain under every domain's correction, and under none (`unsure`).
+
+    Args:
+        checks: the held-out sequences of each domain.
+        corrections: those that ship; one without sites is none.
+        tables: by domain, what was measured under none and under its own.
+    """
+    out: dict[str, dict[str, float]] = {}
+    with torch.inference_mode():
+        for name, check in checks.items():
+            bare = float(tables[name]["merged"]["kl"])
+            out[name] = {}
+            for other, correction in corrections.items():
+                if not dict(correction.items()):
+                    out[name][other] = bare
+                elif other == name:
+                    out[name][other] = float(tables[name]["repaired"]["kl"])
+                else:
+                    out[name][other] = float(check.corrected(correction).means()["kl"] or 0.0)
+            out[name][UNSURE] = bare
+    return out
