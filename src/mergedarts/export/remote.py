@@ -47,7 +47,7 @@ def remote_code(stock: str) -> str:
     pieces.append(f'class {name}(Corrected, {stock}):\n    """{stock} with corrections by domain."""')
     body = "\n\n\n".join(pieces)
     head = [
-        f'"""{stock} with the corrections of mergedarts (https://pypi.org/project/mergedarts), Apache-2.0.\n\n'
+        f'"""{stock} with the corrections of mergedarts, Apache-2.0.\n\n'
         'Made by `mergedarts export --format hub`; needs torch and transformers.\n"""',
         "from __future__ import annotations",
         "\n".join([*_used(imports, body), f"from transformers import {stock}"]),
