@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import __version__
-from .config import RunFile
+from .config import Domain, RunFile
 from .correction import Correction
 from .errors import UserError
 from .features import Readout
@@ -82,6 +82,8 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
             del expert
     config, corrections = _repair(job, domains, clock)
     config["seconds"] = clock.seconds
+    for name, given in run.domains.items():
+        config["domains"][name]["source"] = _source(given, base or Path.cwd())
     unimproved = [name for name, d in config["domains"].items() if not d["shipped"]]
     if unimproved and run.strict:
         raise UserError(
@@ -148,6 +150,14 @@ def _repair(job: Job, domains: list[DomainJob], clock: Clock) -> tuple[dict[str,
         "settings": run.model_dump(mode="json", exclude={"domains"}),
     }
     return config, corrections
+
+
+def _source(domain: Domain, base: Path) -> dict[str, Any]:
+    """What makes a domain's sequences again, for `diagnose`: prompts (a file by its whole path), samples, rollout."""
+    data = domain.model_dump(mode="json", include={"prompts", "samples", "rollout"})
+    if isinstance(domain.prompts, str):
+        data["prompts"] = str((base / Path(domain.prompts).expanduser()).absolute())
+    return data
 
 
 def split_of(job: Job, domain: DomainJob) -> tuple[list[int], list[int]]:

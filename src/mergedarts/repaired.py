@@ -73,8 +73,15 @@ class _Choices(_Part):
     svd_share_kl: dict[str, float] = {}
 
 
+class _Source(_Part):
+    prompts: str | dict[str, Any]
+    samples: int = Field(ge=1)
+    rollout: int = Field(ge=0)
+
+
 class _Domain(_Part):
     expert: str
+    source: _Source | None = None
     sequences: _Sequences
     parameters: int
     shipped: bool

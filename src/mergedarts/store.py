@@ -10,12 +10,12 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from .errors import NoSpaceError, UserError
@@ -43,6 +43,19 @@ class FeatureStore:
     def load(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors stored under a name; a broken file is a `UserError` that names it."""
         return load_tensors(self.path / f"{name}.safetensors", "remove it, and it will be made again")
+
+    @contextmanager
+    def reading(self, names: list[str]) -> Iterator[Callable[[str, int, int], torch.Tensor]]:
+        """Yields a function of name, first row and end row: those rows of the tensor `hidden`, read when asked for."""
+        with ExitStack() as stack:
+            slices = {}
+            for name in names:
+                path = self.path / f"{name}.safetensors"
+                try:
+                    slices[name] = stack.enter_context(safe_open(path, "pt")).get_slice("hidden")
+                except (SafetensorError, OSError) as error:
+                    raise _broken(path, error, "remove it, and it will be made again") from None
+            yield lambda name, start, stop: slices[name][start:stop]
 
     def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         save_tensors(self.path / f"{name}.safetensors", tensors)
@@ -141,6 +154,8 @@ def load_tensors(path: Path, mend: str) -> dict[str, torch.Tensor]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing; {mend}.") from None
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} is not a whole safetensors file ({str(error).splitlines()[0][:120]}); {mend}."
-        ) from None
+        raise _broken(path, error, mend) from None
+
+
+def _broken(path: Path, error: Exception, mend: str) -> UserError:
+    return UserError(f"{path} is not a whole safetensors file ({str(error).splitlines()[0][:120]}); {mend}.")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..drift import Drift
 
 
 def held_out_table(config: dict[str, Any]) -> Table:
@@ -34,4 +38,24 @@ def held_out_table(config: dict[str, Any]) -> Table:
             f"{before['agreement']:.1%} → {after['agreement']:.1%}",
             f"{entry['parameters']:,}",
         )
+    return table
+
+
+def drift_table(drift: Drift) -> Table:
+    """The means of a diagnosis, a row a domain and model; intervals are of the KL."""
+    from ..report.tables import estimate
+
+    table = Table(title="held out: distance to the expert, KL in nats a token [95%]", title_justify="left")
+    names = ["domain", "model", "sequences", "tokens", "drift", "relative", "cosine", "KL", "agreement"]
+    for name in (*names, *(["KL closed"] if drift.repaired else [])):
+        table.add_column(name, justify="left" if name in ("domain", "model") else "right")
+    for name, domain in drift.domains.items():
+        for model, found in domain.models.items():
+            means = found.overall.measures
+            plain = (f"{means[m].value:.4f}" if m in means else "" for m in ("drift", "relative", "cosine"))
+            row = [name, model, str(found.overall.sequences), f"{found.overall.tokens:,}", *plain]
+            row += [estimate(means["kl"]).text, f"{means['agreement'].value:.1%}"]
+            if drift.repaired:
+                row.append(estimate(domain.closed["kl"], "share").text if model == "repaired" else "")
+            table.add_row(*map(escape, row))
     return table
