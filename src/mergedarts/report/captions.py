@@ -11,12 +11,10 @@ from .text import number
 
 LABELS = {"merged": "merged", "repaired": "repaired", "prompt": "merged, prompt tokens"}
 
-_BAND = "Bands and bars are 95% intervals over sequences; a hollow point rests on one sequence and has none."
 
-
-def caption(name: str, domain: DomainDrift, axis: str) -> str:
+def caption(domain: DomainDrift, axis: str) -> str:
     """The caption of a domain's figure."""
-    words = {
+    said = {
         "position": _position,
         "since_prompt": _since,
         "entropy": _entropy,
@@ -24,8 +22,8 @@ def caption(name: str, domain: DomainDrift, axis: str) -> str:
         "layer": _layer,
         "turn": _turn,
         "systematic": _systematic,
-    }[axis](domain)
-    return f"{words} {_BAND}" if axis != "position_entropy" else words
+    }[axis]
+    return said(domain)
 
 
 def _position(domain: DomainDrift) -> str:

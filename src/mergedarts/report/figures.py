@@ -131,6 +131,7 @@ def _layers(name: str, domain: DomainDrift) -> Picture:
             points = found.axes.get("layer", [])
             _line(panel, [p.low for p in points], points, "relative", model)
         panel.set_xlabel("decoder layer")
+        panel.locator_params(axis="x", integer=True)
         panel.set_ylabel("relative drift |h−h*|₁/|h*|₁")
         panel.set_ylim(bottom=0)
         _key(panel)
@@ -251,7 +252,7 @@ def _picture(name: str, domain: DomainDrift, axis: str, title: str, draw: Any, h
         figure.savefig(png, format="png", dpi=160, facecolor="white")
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = svg.getvalue().decode()
-    caption = captions.caption(name, domain, axis)
+    caption = captions.caption(domain, axis)
     ground = '<rect width="100%" height="100%" fill="white"/>'
     whole = re.sub(r"(<svg [^>]*>)", lambda m: m[1] + f"<title>{name}: {title}</title>" + ground, text, count=1)
     return Picture(
@@ -268,6 +269,7 @@ def _inline(svg: str, key: str, title: str) -> str:
     for colour, name in _NAMES.items():
         svg = svg.replace(colour, f"var(--{name})")
     svg = re.sub(r"#ffffff|#fff\b", "var(--ground)", svg)
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: var(--font)", svg)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", svg)
     head, view = svg[: svg.index(">")], re.search(r'viewBox="[^"]*"', svg)
     assert view is not None

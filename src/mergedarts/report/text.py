@@ -5,11 +5,11 @@ Knows characters; escaping for HTML is the template's.
 
 from __future__ import annotations
 
-_SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
+_SIGNS = {"\n": "↵", "\t": "⇥"}
 
 
 def visible(text: str, spaces: bool = False) -> str:
-    """The text in printable characters alone; with `spaces`, spaces are shown too (for single tokens)."""
+    r"""The text in printable characters alone (an escape is `\x1b`); with `spaces`, spaces are shown too."""
     return "".join(_sign(c, spaces) for c in text)
 
 
@@ -20,7 +20,7 @@ def _sign(c: str, spaces: bool) -> str:
         return _SIGNS[c]
     if c.isprintable():
         return c
-    return chr(0x2400 + ord(c)) if ord(c) < 0x20 else f"⟨U+{ord(c):04X}⟩"
+    return c.encode("unicode_escape").decode("ascii")
 
 
 def number(value: float | None, kind: str = "") -> str:
