@@ -49,6 +49,7 @@ __all__ = [
     "diagnose",
     "diagnose_repaired",
     "domain_drift",
+    "layer_drift",
     "measure_on",
 ]
 
@@ -150,13 +151,13 @@ def _diagnose(
         held = HeldOut(job, case.held, model, readout, case.measured)
         states, by_layer = {"merged": held.merged_states}, {}
         if layers:
-            by_layer["merged"], _ = _layers(job, case, held, model, depth, "merged")
+            by_layer["merged"], _ = layer_drift(job, case, held, model, depth, "merged")
         if calibrated is not None:
             correction = calibrated.corrections[name]
             deep = any(site != "final" for site, _ in correction.items())
             if layers and deep:
                 with attach(model, {name: correction}, name):
-                    by_layer["repaired"], states["repaired"] = _layers(job, case, held, model, depth, "repaired")
+                    by_layer["repaired"], states["repaired"] = layer_drift(job, case, held, model, depth, "repaired")
             else:
                 states["repaired"] = held.states(correction)
         measures = {key: held.measure(state) for key, state in states.items()}
@@ -228,9 +229,10 @@ def _layer_rows(job: Job, case: Case, depth: int) -> tuple[PromptSet, list[int],
     return subset, list(range(len(case.measured))), all(store.has(name) for name in names)
 
 
-def _layers(
+def layer_drift(
     job: Job, case: Case, held: HeldOut, model: PreTrainedModel, depth: int, what: str
 ) -> tuple[LayerSums, torch.Tensor]:
+    """One pass of a model, with what is attached to it: its drift by layer, and its final states [m, d]."""
     prompts, chosen, _ = _layer_rows(job, case, depth)
     chosen, offsets = sorted(chosen), prompts.offsets
     store = job.store(case.held.expert_print, prompts)
