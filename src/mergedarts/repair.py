@@ -83,7 +83,8 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
     config, corrections = _repair(job, domains, clock)
     config["seconds"] = clock.seconds
     for name, given in run.domains.items():
-        config["domains"][name]["source"] = _source(given, base or Path.cwd())
+        if given.prompts is not None:
+            config["domains"][name]["source"] = _source(given, base or Path.cwd())
     unimproved = [name for name, d in config["domains"].items() if not d["shipped"]]
     if unimproved and run.strict:
         raise UserError(

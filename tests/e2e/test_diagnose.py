@@ -140,6 +140,23 @@ def test_one_prompt(world: World, tmp_path: Path) -> None:
     assert "1 sequence is too few" in done.json["answers"]["position"]["sentence"]
 
 
+def test_a_domain_without_prompts(world: World, tmp_path: Path) -> None:
+    """`form: svd` is fitted without prompts; then there must be others to measure on."""
+    run = world.run("code") | {"correction": {"form": "svd", "rank": 2}}
+    del run["domains"]["code"]["prompts"]
+    path = write_yaml(tmp_path / "darts.yml", run)
+    is_mistake(ran("diagnose", path), "'code' has no prompts", "--held-out code=FILE")
+    made = ran("calibrate", path, "--out", tmp_path / "repaired")
+    assert made.code == 0, made.err
+    is_mistake(ran("diagnose", tmp_path / "repaired"), "are not recorded", "--held-out code=FILE")
+    for source in (path, tmp_path / "repaired"):
+        done = ran("diagnose", source, "--held-out", f"code={world.prompts('code')}", "--json")
+        assert done.code == 0, done.err
+        assert done.json["domains"]["code"]["sequences"] == 12
+        assert done.json["domains"]["code"]["systematic"] is None
+    assert done.json["domains"]["code"]["closed"]["kl"]["value"] > 0.05
+
+
 def test_an_expert_that_is_the_merged_model(world: World, tmp_path: Path) -> None:
     done = ran(
         "diagnose", "--merged", world.merged, "--expert", f"code={world.merged}", "--prompts",

@@ -90,7 +90,15 @@ def diagnose(
     Raises:
         UserError: bad input, as in `calibrate`.
     """
-    return _diagnose(run, base or Path.cwd(), held_out or {}, examples, layers, None)
+    held = held_out or {}
+    fresh = {name for name, domain in run.domains.items() if domain.prompts is None}
+    for name in fresh - set(held):
+        raise UserError(f"Domain '{name}' has no prompts to measure on; give some with '--held-out {name}=FILE'.")
+    given = {name: {"prompts": str(held[name].absolute()), "samples": examples} for name in fresh}
+    domains = {name: domain.model_copy(update=given.get(name, {})) for name, domain in run.domains.items()}
+    return _diagnose(
+        run.model_copy(update={"domains": domains}), base or Path.cwd(), held, examples, layers, None, fresh
+    )
 
 
 def diagnose_repaired(
@@ -120,16 +128,23 @@ def diagnose_repaired(
     """
     calibrated = Calibrated.read(Path(folder))
     held = held_out or {}
-    run = calibrated.run(
+    run, fresh = calibrated.run(
         prompts or {}, experts or {}, held, examples,
         {"merged": merged, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code},
     )  # fmt: skip
-    return _diagnose(run, Path.cwd(), held, examples, layers, calibrated)
+    return _diagnose(run, Path.cwd(), held, examples, layers, calibrated, fresh)
 
 
 def _diagnose(
-    run: RunFile, base: Path, held_out: dict[str, Path], examples: int, layers: bool, calibrated: Calibrated | None
+    run: RunFile,
+    base: Path,
+    held_out: dict[str, Path],
+    examples: int,
+    layers: bool,
+    calibrated: Calibrated | None,
+    fresh: set[str],
 ) -> Drift:
+    """Diagnose; `fresh` are domains whose prompts in `run` are the held-out examples themselves."""
     for name in held_out:
         if name not in run.domains:
             raise UserError(f"There is no domain '{name}' here; choose one of {', '.join(run.domains)}.")
@@ -137,7 +152,11 @@ def _diagnose(
     if calibrated is not None:
         calibrated.check_models(job)
     depth = load_config(job.merged).num_hidden_layers if layers else 0
-    cases = [_case(job, d, held_out.get(d.name), examples, list(range(depth)), calibrated) for d in job.domains]
+    cases = []
+    for domain in job.domains:
+        new = domain.name in fresh
+        other = None if new else held_out.get(domain.name)
+        cases.append(_case(job, domain, other, examples, list(range(depth)), calibrated, new))
     model: PreTrainedModel | None = None
     for case in cases:
         model = run_merged(job, case.held, model)
@@ -172,18 +191,18 @@ def _case(
     examples: int,
     layers: list[int],
     calibrated: Calibrated | None,
+    fresh: bool,
 ) -> Case:
     """Choose a domain's sequences and make sure that the store holds what is read of the expert."""
-    fresh = calibrated is not None and domain.name in calibrated.fresh
     ready, expert = run_expert(job, domain, [])
     check_lengths(ready)
     everything = list(range(len(ready.prompts.sequences)))
-    alone = fresh or len(everything) < 2 or job.run.fit.holdout == 0
-    fitted, measured = (everything, []) if alone else split_of(job, ready)
+    undivided = fresh or len(everything) < 2 or job.run.fit.holdout == 0
+    fitted, measured = (everything, []) if undivided else split_of(job, ready)
     held = ready
     if calibrated is not None and not fresh:
         calibrated.check_prompts(ready)
-    if other is not None and not fresh:
+    if other is not None:
         held, expert = run_expert(job, measure_on(job, ready, other, examples), [], expert)
         check_lengths(held)
         measured = list(range(len(held.prompts.sequences)))

@@ -5,7 +5,7 @@ Knows what `darts_config.json` records of them, and checks that they are still t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,11 @@ class Calibrated:
 
     Attributes:
         corrections: by domain.
-        fresh: domains whose calibration prompts are gone, so that all their prompts are held-out examples.
     """
 
     folder: Path
     config: dict[str, Any]
     corrections: dict[str, Correction]
-    fresh: set[str] = field(default_factory=set)
 
     @classmethod
     def read(cls, folder: Path) -> Calibrated:
@@ -42,8 +40,13 @@ class Calibrated:
         held_out: dict[str, Path],
         examples: int,
         changes: dict[str, Any],
-    ) -> RunFile:
-        """The settings that give the calibration's sequences again; `changes` that are None leave what it had."""
+    ) -> tuple[RunFile, set[str]]:
+        """The settings that give the calibration's sequences again; `changes` that are None leave what it had.
+
+        Returns:
+            The settings, and the domains whose calibration prompts are gone, so that `held_out` takes their place.
+        """
+        fresh: set[str] = set()
         described, settings = self.config["domains"], self.config["settings"]
         for name in [*prompts, *experts, *held_out]:
             if name not in described:
@@ -52,7 +55,7 @@ class Calibrated:
         for name, entry in described.items():
             source = dict(entry.get("source") or {})
             # Of a folder written before its prompts were recorded, their number alone is known.
-            source.setdefault("samples", sum(entry["sequences"].values()))
+            source.setdefault("samples", max(1, sum(entry["sequences"].values())))
             source["prompts"] = prompts.get(name, source.get("prompts"))
             if isinstance(source["prompts"], str):
                 source["prompts"] = str(Path(source["prompts"]).expanduser().absolute())
@@ -61,7 +64,7 @@ class Calibrated:
             )
             if gone and name in held_out and name not in prompts:
                 source |= {"prompts": str(held_out[name].absolute()), "samples": examples}
-                self.fresh.add(name)
+                fresh.add(name)
             elif source["prompts"] is None or (gone and name not in prompts):
                 where = f" at {source['prompts']}" if source["prompts"] else ""
                 raise UserError(
@@ -71,7 +74,7 @@ class Calibrated:
                 )
             domains[name] = {"expert": experts.get(name, entry["expert"]), **source}
         given = {key: value for key, value in changes.items() if value is not None}
-        return parse_run(
+        run = parse_run(
             {
                 "merged": self.config["merged"]["model"],
                 "domains": domains,
@@ -82,6 +85,7 @@ class Calibrated:
             },
             str(self.folder / CONFIG),
         )
+        return run, fresh
 
     def check_models(self, job: Job) -> None:
         """Raise `UserError` where merged model or experts are others than those of the calibration."""

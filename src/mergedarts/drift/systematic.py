@@ -13,7 +13,7 @@ import torch
 from ..correction import Position
 from ..fit.closed_form import Statistics, choose_ridge, solve
 from ..fit.positions import functions_of
-from .bins import assign, position_bins
+from .bins import Array, assign, position_bins
 from .bootstrap import Resampler
 from .tokens import points
 from .types import Systematic
@@ -57,12 +57,13 @@ def systematic(fitted: Side, held: Side, rank: int = RANK) -> Systematic:
     rank = min(rank, h.shape[1])
     ridge = choose_ridge([_linear(p) for p in parts], RIDGES, rank, None)[0] if len(parts) > 1 else RIDGES[-1]
     whole = sum(parts[1:], start=parts[0])
-    together = solve(whole, ridge)
-    nothing = torch.zeros(f.shape[1], h.shape[1], dtype=torch.float64)
+    n, k = h.shape[1], f.shape[1]
+    constants = torch.linalg.pinv(whole.xx[n:, n:], rtol=1e-10, hermitian=True) @ whole.xd[n:]
+    linear = solve(_linear(whole), ridge).at_rank(rank).factors(0)
     maps = {
-        "constant": together.at_rank(0).dense(f.shape[1]),
-        "linear": torch.cat([solve(_linear(whole), ridge).at_rank(rank).dense(0), nothing]),
-        "both": together.at_rank(rank).dense(f.shape[1]),
+        "constant": (torch.cat([torch.zeros(n, k, dtype=torch.float64), torch.eye(k, dtype=torch.float64)]), constants),
+        "linear": (torch.cat([linear[0], torch.zeros(k, rank, dtype=torch.float64)]), linear[1]),
+        "both": solve(whole, ridge).at_rank(rank).factors(k),
     }
     left, power = _left(held, functions(held)[0], maps)
     resampler = Resampler(held.sequence.numpy())
@@ -91,11 +92,11 @@ def _linear(statistics: Statistics) -> Statistics:
 
 
 def _left(
-    held: Side, f: torch.Tensor, maps: dict[str, torch.Tensor]
-) -> tuple[dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]], np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Power of what each map leaves of the drift, and of the drift, token by token [n]."""
+    held: Side, f: torch.Tensor, maps: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[dict[str, Array], Array]:
+    """Power of what each map of (h, f), in two factors, leaves of the drift, and of the drift, token by token [n]."""
     h = held.states.double()
     error = held.target.double() - h
     phi = torch.cat([h, f.double()], 1)
-    left = {name: (error - phi @ dense).square().sum(1).numpy() for name, dense in maps.items()}
+    left = {name: (error - phi @ a @ b).square().sum(1).numpy() for name, (a, b) in maps.items()}
     return left, error.square().sum(1).numpy()
