@@ -46,13 +46,13 @@ def drift_table(drift: Drift) -> Table:
     from ..report.tables import estimate
 
     table = Table(title="held out: distance to the expert, KL in nats a token [95%]", title_justify="left")
-    names = ["domain", "model", "sequences", "tokens", "drift", "relative", "cosine", "KL", "agreement"]
+    names = ["domain", "model", "sequences", "tokens", "drift", "relative", "KL", "agreement"]
     for name in (*names, *(["KL closed"] if drift.repaired else [])):
         table.add_column(name, justify="left" if name in ("domain", "model") else "right")
     for name, domain in drift.domains.items():
         for model, found in domain.models.items():
             means = found.overall.measures
-            plain = (f"{means[m].value:.4f}" if m in means else "" for m in ("drift", "relative", "cosine"))
+            plain = (f"{means[m].value:.4f}" if m in means else "" for m in ("drift", "relative"))
             row = [name, model, str(found.overall.sequences), f"{found.overall.tokens:,}", *plain]
             row += [estimate(means["kl"]).text, f"{means['agreement'].value:.1%}"]
             if drift.repaired:

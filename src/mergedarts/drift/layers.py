@@ -78,8 +78,7 @@ def run_layers(
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             state = state_of(output)
             for row, i in enumerate(batch):
-                mine = kept[i].to(state.device)
-                values = distances(state[row, : len(mine)][mine], expert(depth, i)[kept[i]])
+                values = distances(state[row, : len(kept[i])].cpu()[kept[i]], expert(depth, i)[kept[i]])
                 for name, value in values.items():
                     valid = np.isfinite(value)
                     totals[name][i, depth] = value[valid].sum()

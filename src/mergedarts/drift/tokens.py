@@ -88,7 +88,7 @@ def distances(states: torch.Tensor, target: torch.Tensor) -> Series:
     """
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in STATE_MEASURES}
     for h, e in zip(states.split(CHUNK), target.split(CHUNK), strict=True):
-        h, e = h.double(), e.to(h.device).double()
+        h, e = h.cpu().double(), e.cpu().double()  # some accelerators know no float64
         off = (h - e).abs().sum(-1)
         size = e.abs().sum(-1)
         # Norms of each state scaled to its largest value, so that outlier dimensions do not overflow.
@@ -98,7 +98,7 @@ def distances(states: torch.Tensor, target: torch.Tensor) -> Series:
         parts["drift"].append(off / h.shape[-1])
         parts["relative"].append(torch.where(off == 0, 0.0, torch.where(size > 0, off / size, torch.nan)))
         parts["cosine"].append(torch.where(bare, torch.nan, cosine))
-    return {name: torch.cat(values).cpu().numpy() for name, values in parts.items()}
+    return {name: torch.cat(values).numpy() for name, values in parts.items()}
 
 
 def _unit(h: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UserError
 from .bootstrap import Estimate
 
 if TYPE_CHECKING:
@@ -210,8 +211,10 @@ class Drift:
 
         The overall means are the axis `overall`, the shares of `Systematic` the axis `systematic`.
         """
-        import pandas as pd
-
+        try:
+            import pandas as pd
+        except ImportError:
+            raise UserError("A frame needs pandas; pip install 'mergedarts[report]'.") from None
         rows: list[dict[str, Any]] = []
 
         def add(domain: str, model: str, axis: str, points: list[Point]) -> None:
