@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from mergedarts.drift import Drift
 from mergedarts.prompts import PromptSet, TokenSequence
+from mergedarts.report import write_report
+from mergedarts.report.figures import Picture, pictures
 from tests.drift.planted import planted
 from tests.tiny import D
 
@@ -31,3 +35,16 @@ def drift(tmp_path_factory: pytest.TempPathFactory) -> Drift:
             layers={"merged": [0.1, 0.2, 0.4], "repaired": [0.1, 0.05, 0.1]},
         )  # fmt: skip
     return found
+
+
+@pytest.fixture(scope="session")
+def drawn(drift: Drift) -> list[Picture]:
+    return pictures("code", drift.domains["code"])
+
+
+@pytest.fixture(scope="session")
+def written(drift: Drift, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report's folder."""
+    folder = tmp_path_factory.mktemp("report") / "out"
+    write_report(drift, folder)
+    return folder

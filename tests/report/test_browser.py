@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mergedarts.report import write_report
-
 sync_api = pytest.importorskip("playwright.sync_api")
 
 pytestmark = pytest.mark.slow
@@ -27,10 +25,8 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def url(drift, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report") / "out"
-    write_report(drift, folder)
-    return (folder / "report.html").as_uri()
+def url(written):
+    return (written / "report.html").as_uri()
 
 
 def visit(browser, url, **options):

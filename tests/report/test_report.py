@@ -11,7 +11,7 @@ import pytest
 
 from mergedarts import report
 from mergedarts.errors import UserError
-from mergedarts.report import check_writable, page, pictures, write_report
+from mergedarts.report import check_writable, page, write_report
 
 
 class Page(HTMLParser):
@@ -33,22 +33,15 @@ class Page(HTMLParser):
         self.text += "" if self._quiet else data
 
 
-@pytest.fixture(scope="module")
-def written(drift, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report") / "out"
-    write_report(drift, folder)
-    return folder
-
-
-def test_files(drift, written):
+def test_files(drift, drawn, written):
     assert sorted(p.name for p in written.iterdir()) == ["drift.json", "figures", "report.html"]
     names = {p.name for p in (written / "figures").iterdir()}
-    keys = {p.key for p in pictures("code", drift.domains["code"])}
+    keys = {p.key for p in drawn}
     assert names == {f"{key}.{kind}" for key in keys for kind in ("png", "svg")}
     assert json.loads((written / "drift.json").read_text()) == json.loads(json.dumps(drift.to_json()))
 
 
-def test_the_page_is_whole_in_itself(drift, written):
+def test_the_page_is_whole_in_itself(drift, drawn, written):
     html = (written / "report.html").read_text()
     found = Page(html)
     for tag, attributes in found.tags:
@@ -66,7 +59,7 @@ def test_the_page_is_whole_in_itself(drift, written):
         assert answer.sentence in found.text
     figures = [t for t, _ in found.tags if t == "figure"]
     assert len(figures) == len([t for t, _ in found.tags if t == "details"]) == 7
-    for picture in pictures("code", drift.domains["code"]):
+    for picture in drawn:
         assert picture.caption in found.text
     assert all(a.get("aria-label") for t, a in found.tags if t == "svg")
 
