@@ -47,7 +47,7 @@ def drift_table(drift: Drift) -> Table:
     from ..report.tables import estimate
 
     table = Table(title="held out: distance to the expert, KL in nats a token", title_justify="left", box=SIMPLE)
-    names = ["domain", "model", "seqs", "tokens", "drift", "KL", "agreement"]
+    names = ["domain", "model", "seqs", "tokens", "drift", "KL", "agree"]
     for name in (*names, *(["KL closed"] if drift.repaired else [])):
         table.add_column(name, justify="left" if name in ("domain", "model") else "right")
     for name, domain in drift.domains.items():

@@ -49,10 +49,10 @@ def _crossed(domain: DomainDrift) -> str:
         return "Means of KL; no cell has 20 tokens, so take none for more than a hint."
     worst = max(points, key=lambda p: p.measures["kl"].value or 0.0)
     return (
-        f"Darker is further from the expert. Of the cells with 20 tokens or more, the merged model is furthest at "
-        f"positions {worst.label} and {worst.band} nats (KL {number(worst.measures['kl'].value)}, "
-        f"{worst.tokens:,} tokens of {worst.sequences} sequences). Rows that darken together mean that entropy "
-        "matters, columns that position does."
+        "The stronger the colour, the further from the expert. Of the cells with 20 tokens or more, the merged model "
+        f"is furthest at positions {worst.label} and {worst.band} nats (KL {number(worst.measures['kl'].value)}, "
+        f"{worst.tokens:,} tokens of {worst.sequences} sequences). Where whole rows stand out, entropy "
+        "matters; where columns do, position."
     )
 
 
