@@ -177,3 +177,24 @@ def test_save_takes_views_and_shared_memory(tmp_path):
     got = load_tensors(tmp_path / "x", "")
     assert torch.equal(got["a"], base.T)
     assert torch.equal(got["b"], base[:, 1:3])
+
+
+def test_rows_are_read_without_the_rest():
+    store = FeatureStore("m", "p", torch.bfloat16)
+    whole = torch.randn(9, 4).bfloat16()
+    for name in ("layer-0", "layer-1"):
+        store.save(name, {"hidden": whole * (1 if name == "layer-0" else 2)})
+    with store.reading(["layer-0", "layer-1"]) as read:
+        assert torch.equal(read("layer-0", 2, 5), whole[2:5])
+        assert torch.equal(read("layer-1", 0, 9), whole * 2)
+
+
+def test_rows_of_a_broken_file():
+    store = FeatureStore("m", "p", torch.bfloat16)
+    store.save("layer-0", {"hidden": torch.zeros(2, 2)})
+    (store.path / "layer-0.safetensors").write_bytes(b"short")
+    with (
+        pytest.raises(UserError, match=r"layer-0\.safetensors is not a whole safetensors file"),
+        store.reading(["layer-0"]),
+    ):
+        pass

@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .config import RunFile, parse_run, read_run_file
+    from .drift import Drift, diagnose, diagnose_repaired
     from .errors import UserError
     from .merging import merge
     from .repair import calibrate
@@ -19,6 +20,9 @@ _HOMES = {
     "RunFile": "config",
     "parse_run": "config",
     "read_run_file": "config",
+    "Drift": "drift",
+    "diagnose": "drift",
+    "diagnose_repaired": "drift",
     "UserError": "errors",
     "merge": "merging",
     "Repaired": "repaired",
@@ -29,6 +33,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Drift",
     "Handle",
     "Repaired",
     "RunFile",
@@ -36,6 +41,8 @@ __all__ = [
     "__version__",
     "attach",
     "calibrate",
+    "diagnose",
+    "diagnose_repaired",
     "load",
     "merge",
     "parse_run",

@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, Any
 from . import testbed
 from .config import Domain, parse_run
 from .correction import Correction
+from .drift import Case, DomainDrift, Drift, assemble, domain_drift, measure_on
+from .errors import UserError
 from .features import Readout
 from .files import cache_dir
 from .generation import answer
 from .heldout import HeldOut
-from .job import Job, prepare, run_expert, run_merged, with_eval_prompts
+from .job import Job, prepare, run_expert, run_merged
 from .measures import TokenMeasures, bootstrap, ratio
 from .models import load_tokenizer
-from .progress import say
+from .progress import say, warn
 from .prompts import read_examples
-from .repair import Clock, calibrate
+from .repair import Clock, calibrate, split_of
 from .repaired import read_corrections
+from .report import PAGE, check_writable, write_report
 from .runtime import attach
 
 if TYPE_CHECKING:
@@ -46,11 +49,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Means and samples of the demo; `data` is what `--json` prints."""
+    """Means and samples of the demo; `data` is what `--json` prints, `report` the page of the diagnosis if written."""
 
     data: dict[str, Any]
     samples: list[Sample]
     folders: dict[str, Path]
+    report: Path | None
 
 
 def demo(samples: int = 50, examples: int = 30, speak: bool = True) -> DemoResult:
@@ -86,8 +90,10 @@ def demo(samples: int = 50, examples: int = 30, speak: bool = True) -> DemoResul
     corrections = {name: read_corrections(folders[name]) for name, _ in VARIANTS}
     with clock.stage("evaluation"):
         job = prepare(parse_run(settings), Path.cwd())
-        measures, model = _measure(job, corrections, examples)
     tokenizer = load_tokenizer(job.merged)
+    measures, drift, model = _measure(job, corrections, examples, tokenizer, clock)
+    with clock.stage("report"):
+        report = _report(drift)
     spoken: list[Sample] = []
     if speak:
         with clock.stage("generation"):
@@ -95,34 +101,59 @@ def demo(samples: int = 50, examples: int = 30, speak: bool = True) -> DemoResul
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     data = {
         "domains": {domain: _rows(parts) for domain, parts in measures.items()},
+        "answers": {key: answer.sentence for key, answer in drift.answers.items()},
         "seconds": clock.seconds,
         "peak_rss_bytes": peak,
     }
-    return DemoResult(data, spoken, folders)
+    return DemoResult(data, spoken, folders, report)
 
 
 def _measure(
-    job: Job, corrections: dict[str, dict[str, Correction]], examples: int
-) -> tuple[dict[str, dict[str, TokenMeasures]], PreTrainedModel]:
-    """Measures by domain and model on the evaluation examples."""
-    domains = []
-    for domain in job.domains:
-        given = Domain(expert="", prompts=str(testbed.prompts(domain.name, "eval")), samples=examples)
-        held = with_eval_prompts(job, domain, read_examples(given, domain.name, Path.cwd()))
-        domains.append(run_expert(job, held, [])[0])
-    model: PreTrainedModel | None = None
-    for domain in domains:
-        model = run_merged(job, domain, model)
-    model = model or job.load(job.merged)
-    readout = Readout(model)
+    job: Job, corrections: dict[str, dict[str, Correction]], examples: int, tokenizer: Any, clock: Clock
+) -> tuple[dict[str, dict[str, TokenMeasures]], Drift, PreTrainedModel]:
+    """Measures by domain and model on the evaluation examples, and the diagnosis of the same states."""
+    with clock.stage("evaluation"):
+        domains = []
+        for domain in job.domains:
+            held = measure_on(job, domain, testbed.prompts(domain.name, "eval"), examples)
+            domains.append(run_expert(job, held, [])[0])
+        model: PreTrainedModel | None = None
+        for domain in domains:
+            model = run_merged(job, domain, model)
+        model = model or job.load(job.merged)
+        readout = Readout(model)
     out: dict[str, dict[str, TokenMeasures]] = {}
-    for domain in domains:
-        check = HeldOut(job, domain, model, readout, list(range(len(domain.prompts.sequences))))
-        out[domain.name] = {"merged": check.merged()}
-        for name in corrections:
-            out[domain.name][name] = check.corrected(corrections[name][domain.name])
-        out[domain.name]["expert"] = check.expert()
-    return out, model
+    found: dict[str, DomainDrift] = {}
+    sums = {}
+    for calibrated, domain in zip(job.domains, domains, strict=True):
+        name, chosen = domain.name, list(range(len(domain.prompts.sequences)))
+        with clock.stage("evaluation"):
+            check = HeldOut(job, domain, model, readout, chosen)
+            states = {"merged": check.merged_states}
+            states |= {variant: check.states(corrections[variant][name]) for variant in corrections}
+            measures = {variant: check.measure(state) for variant, state in states.items()}
+            out[name] = measures | {"expert": check.expert()}
+        with clock.stage("diagnosis"):
+            run_merged(job, calibrated, model)
+            case = Case(calibrated, split_of(job, calibrated)[0], domain, chosen)
+            pair = ("merged", "repaired")
+            found[name], sums[name] = domain_drift(
+                job, case, check, readout, tokenizer,
+                {variant: states[variant] for variant in pair}, {variant: measures[variant] for variant in pair}, {},
+            )  # fmt: skip
+    return out, assemble(job, found, sums), model
+
+
+def _report(drift: Drift) -> Path | None:
+    """The page of the diagnosis, where what it needs is installed."""
+    target = cache_dir() / "testbed" / "report"
+    try:
+        check_writable(target)
+    except UserError as error:
+        warn(f"no report of the diagnosis is written: {error}")
+        return None
+    write_report(drift, target)
+    return target / PAGE
 
 
 def _rows(parts: dict[str, TokenMeasures]) -> dict[str, dict[str, Any]]:

@@ -67,13 +67,18 @@ def state_of(output: Any) -> torch.Tensor:
 
 @torch.inference_mode()
 def final_states(
-    model: PreTrainedModel, prompts: PromptSet, take: Callable[[list[int], torch.Tensor], None], title: str
+    model: PreTrainedModel,
+    prompts: PromptSet,
+    take: Callable[[list[int], torch.Tensor], None],
+    title: str,
+    begin: Callable[[list[int]], None] = lambda batch: None,
 ) -> None:
     """Run a model once over the sequences and hand out the input of its output embedding.
 
     Args:
         take: called with a batch of sequence indices and their states [B, T, d], right-padded.
         title: of the progress bar.
+        begin: called with a batch of sequence indices before the model runs on it.
 
     Raises:
         UserError: a state is not finite, as happens when a merge overflows in float16.
@@ -88,6 +93,7 @@ def final_states(
     head = model.get_output_embeddings()
     with bar(title, prompts.tokens) as advance:
         for batch in batches(prompts):
+            begin(batch)
             with suppress(_Stop), hooked(head.register_forward_pre_hook(catch)):
                 model(input_ids=padded(prompts, batch, device), use_cache=False)
             state = caught.pop()

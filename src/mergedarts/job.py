@@ -113,36 +113,50 @@ def prepare(run: RunFile, base: Path) -> Job:
         check_fit(merged, expert)
         check_tokenizer(examples[name], tokenizer, load_tokenizer(expert), str(merged), str(expert))
         prompts = PromptSet(tuple(encode(examples[name], tokenizer, eos, run.max_tokens)))
-        unanswered = tuple(i for i, e in enumerate(examples[name]) if not e.has_response)
-        if prompts.sequences:
-            largest = max(max(s.ids) for s in prompts.sequences)
-            check_ids(merged, largest)
-            check_ids(expert, largest)
-        domains.append(DomainJob(name, expert, expert_print, prompts, domain.rollout, unanswered))
+        _check_vocabulary(prompts, merged, expert)
+        domains.append(DomainJob(name, expert, expert_print, prompts, domain.rollout, _unanswered(examples[name])))
     return Job(run, merged, merged_print, DTYPES[run.dtype], device, frozenset(eos), tuple(domains))
 
 
 def with_eval_prompts(job: Job, domain: DomainJob, examples: list[Example]) -> DomainJob:
-    """The same domain with other examples (each with its response), for measuring on them."""
+    """The same domain with other examples, for measuring on them."""
     tokenizer = load_tokenizer(job.merged)
+    check_tokenizer(examples, tokenizer, load_tokenizer(domain.expert), str(job.merged), str(domain.expert))
     prompts = PromptSet(tuple(encode(examples, tokenizer, set(job.eos), job.run.max_tokens)))
-    return replace(domain, prompts=prompts, unanswered=())
+    _check_vocabulary(prompts, job.merged, domain.expert)
+    return replace(domain, prompts=prompts, unanswered=_unanswered(examples))
 
 
-def run_expert(job: Job, domain: DomainJob, layers: list[int]) -> tuple[DomainJob, PreTrainedModel | None]:
+def _check_vocabulary(prompts: PromptSet, *models: ModelRef) -> None:
+    """Raise `UserError` where prompts use tokens that a model has no row for."""
+    for model in models if prompts.sequences else ():
+        check_ids(model, max(max(s.ids) for s in prompts.sequences))
+
+
+def _unanswered(examples: list[Example]) -> tuple[int, ...]:
+    """Which examples have no response, so that the expert writes one."""
+    return tuple(i for i, e in enumerate(examples) if not e.has_response)
+
+
+def run_expert(
+    job: Job, domain: DomainJob, layers: list[int], model: PreTrainedModel | None = None
+) -> tuple[DomainJob, PreTrainedModel | None]:
     """Make sure the store holds the expert's features; the expert is loaded only where something is missing.
+
+    Args:
+        layers: decoder layers whose states are wanted.
+        model: the expert, where it is loaded already.
 
     Returns:
         The domain, its prompts followed by the expert's continuations where they had no response, and the expert
         where it was loaded.
     """
-    model: PreTrainedModel | None = None
     if domain.unanswered and domain.rollout:
         asked = domain.prompts.subset(domain.unanswered)
         store = job.store(domain.expert_print, asked)
         name = f"rollout-{domain.rollout}"
         if not store.has(name):
-            model = job.load(domain.expert)
+            model = model or job.load(domain.expert)
             rows = getattr(load_config(job.merged), "vocab_size", None)
             written = features.continuations(
                 model, asked, set(job.eos), domain.rollout, f"{domain.name}: responses", rows

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import __version__
-from .config import RunFile
+from .config import Domain, RunFile
 from .correction import Correction
 from .errors import UserError
 from .features import Readout
@@ -83,11 +83,10 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
             domains.append(ready)
             del expert
     config, corrections, router = _repair(job, domains, clock)
-    config["run"] = {
-        "base": str((base or Path.cwd()).resolve()),
-        "domains": run.model_dump(mode="json", include={"domains"})["domains"],
-    }
     config["seconds"] = clock.seconds
+    for name, given in run.domains.items():
+        if given.prompts is not None:
+            config["domains"][name]["source"] = _source(given, base or Path.cwd())
     unimproved = [name for name, d in config["domains"].items() if not d["shipped"]]
     if unimproved and run.strict:
         raise UserError(
@@ -171,6 +170,14 @@ def _repair(
         "settings": run.model_dump(mode="json", exclude={"domains"}),
     }
     return config, corrections, router
+
+
+def _source(domain: Domain, base: Path) -> dict[str, Any]:
+    """What makes a domain's sequences again: prompts (a file by its whole path), samples, rollout."""
+    data = domain.model_dump(mode="json", include={"prompts", "samples", "rollout"})
+    if isinstance(domain.prompts, str):
+        data["prompts"] = str((base / Path(domain.prompts).expanduser()).absolute())
+    return data
 
 
 def split_of(job: Job, domain: DomainJob) -> tuple[list[int], list[int]]:

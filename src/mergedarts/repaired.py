@@ -77,8 +77,15 @@ class _Choices(_Part):
     svd_share_kl: dict[str, float] = {}
 
 
+class _Source(_Part):
+    prompts: str | dict[str, Any]
+    samples: int = Field(ge=1)
+    rollout: int = Field(ge=0)
+
+
 class _Domain(_Part):
     expert: str
+    source: _Source | None = None
     sequences: _Sequences
     parameters: int
     shipped: bool
@@ -211,6 +218,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read
 
 
+def domains_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The domains of the run that made a repaired model, as a run file has them."""
+    return {
+        name: {"expert": entry["expert"], **(entry.get("source") or {})} for name, entry in config["domains"].items()
+    }
+
+
 def job_of(folder: Path, device: str | None = None, merged: str | None = None) -> Job:
     """The run that made a repaired model, made ready again: what measures it needs its prompts and experts.
 
@@ -218,11 +232,9 @@ def job_of(folder: Path, device: str | None = None, merged: str | None = None) -
         UserError: prompts, an expert or the merged model have moved or changed.
     """
     config = read_config(folder)
-    if "run" not in config:
-        raise UserError(f"{folder} does not say what it was made from (an earlier version made it); calibrate again.")
-    said = {"merged": merged or config["merged"]["model"], "domains": config["run"]["domains"]}
-    settings = config["settings"] | said | {"merge": None} | ({"device": device} if device else {})
-    job = prepare(parse_run(settings, str(folder / CONFIG)), Path(config["run"]["base"]))
+    settings = config["settings"] | {"merged": merged or config["merged"]["model"], "merge": None}
+    settings |= {"domains": domains_of(config)} | ({"device": device} if device else {})
+    job = prepare(parse_run(settings, str(folder / CONFIG)), Path.cwd())
     if job.merged_print != config["merged"]["fingerprint"]:
         raise UserError(f"The corrections in {folder} were made for another model than {job.merged} is now.")
     return job

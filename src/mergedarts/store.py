@@ -10,8 +10,8 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class FeatureStore:
         return load_tensors(self.path / f"{name}.safetensors", "remove it, and it will be made again")
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[Any]:
+    def opened(self, name: str) -> Iterator[Any]:
         """The open file of a name, whose tensors are read when asked for; a broken one is a `UserError`."""
         path = self.path / f"{name}.safetensors"
         try:
@@ -55,6 +55,13 @@ class FeatureStore:
             raise _broken(path, error, "remove it, and it will be made again") from None
         with opened as stored:
             yield stored
+
+    @contextmanager
+    def reading(self, names: list[str]) -> Iterator[Callable[[str, int, int], torch.Tensor]]:
+        """Yields a function of name, first row and end row: those rows of the tensor `hidden`, read when asked for."""
+        with ExitStack() as stack:
+            slices = {name: stack.enter_context(self.opened(name)).get_slice("hidden") for name in names}
+            yield lambda name, start, stop: slices[name][start:stop]
 
     def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         save_tensors(self.path / f"{name}.safetensors", tensors)

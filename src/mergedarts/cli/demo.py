@@ -33,12 +33,16 @@ def demo(
         out.print(Panel(Text(clean(sample.prompt)), title=f"{sample.domain}: prompt", title_align="left"))
         for name, text in sample.answers.items():
             out.print(Panel(Text(clean(text)), title=name, title_align="left"))
+    for sentence in result.data["answers"].values():
+        out.print(clean(sentence), highlight=False, markup=False, soft_wrap=True)
     seconds = result.data["seconds"]
     out.print(
         f"{sum(seconds.values()):.0f} s ({', '.join(f'{k} {v:.0f}' for k, v in seconds.items())}); "
         f"peak memory {result.data['peak_rss_bytes'] / 2**30:.2f} GiB",
         highlight=False, markup=False,
     )  # fmt: skip
+    if result.report is not None:
+        out.print(f"where the merge drifted: {result.report}", highlight=False, markup=False, soft_wrap=True)
     folder = result.folders["repaired"]
     out.print(f"the repaired model is in {folder}; try:", highlight=False, markup=False, soft_wrap=True)
     out.print(f"  mergedarts info {folder}", highlight=False, markup=False, soft_wrap=True)

@@ -72,7 +72,7 @@ def _interrupt(*_: object) -> None:
 
 def run() -> None:
     """Entry point: exit code 2 and one sentence for a `UserError`, 130 for Ctrl-C; a bug keeps its traceback."""
-    from . import calibrate, demo, export, generate, info, merge  # noqa: F401  (each registers its command)
+    from . import calibrate, demo, diagnose, export, generate, info, merge  # noqa: F401  (each registers its command)
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE
+from rich.markup import escape
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..drift import Drift
 
 
 def held_out_table(config: dict[str, Any]) -> Table:
@@ -74,4 +79,24 @@ def export_table(said: dict[str, Any]) -> Table:
             name, str(d["sequences"]), f"{kl['merged']:.4f}", f"{kl['corrected']:.4f}", f"{kl['exported']:.4f}",
             kept(d).replace("[", r"\["), str(d["rank"]),
         )  # fmt: skip
+    return table
+
+
+def drift_table(drift: Drift) -> Table:
+    """The means of a diagnosis, a row a domain and model; narrow enough for 80 columns."""
+    from ..report.tables import estimate
+
+    table = Table(title="held out: distance to the expert, KL in nats a token", title_justify="left", box=SIMPLE)
+    names = ["domain", "model", "seqs", "tokens", "drift", "KL", "agree"]
+    for name in (*names, *(["KL closed"] if drift.repaired else [])):
+        table.add_column(name, justify="left" if name in ("domain", "model") else "right")
+    for name, domain in drift.domains.items():
+        for model, found in domain.models.items():
+            means = found.overall.measures
+            plain = (f"{means[m].value:.4f}" if m in means else "" for m in ("drift", "kl"))
+            row = [name, model, str(found.overall.sequences), f"{found.overall.tokens:,}", *plain]
+            row.append(f"{means['agreement'].value:.1%}")
+            if drift.repaired:
+                row.append(estimate(domain.closed["kl"], "share").text if model == "repaired" else "")
+            table.add_row(*map(escape, row))
     return table

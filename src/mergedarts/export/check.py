@@ -16,6 +16,7 @@ from ..config import parse_run
 from ..models import ModelRef, eos_ids
 from ..progress import bar
 from ..prompts import TokenSequence, encode, read_examples, split
+from ..repaired import domains_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,11 +54,11 @@ def held_out_sequences(
 ) -> dict[str, list[TokenSequence]]:
     """Some of the sequences of each domain that its correction was not fitted on (of all, where none was held out)."""
     settings = config["settings"] | {"merged": config["merged"]["model"], "merge": None}
-    run = parse_run(settings | {"domains": config["run"]["domains"]})
+    run = parse_run(settings | {"domains": domains_of(config)})
     eos = eos_ids(ModelRef(str(model.config._name_or_path)), tokenizer)
     out = {}
     for name, domain in run.domains.items():
-        examples = read_examples(domain, name, Path(config["run"]["base"]))
+        examples = read_examples(domain, name, Path.cwd())
         fitted, held = split(len(examples), run.fit.holdout, run.fit.seed)
         out[name] = encode([examples[i] for i in (held or fitted)[:SEQUENCES]], tokenizer, eos, run.max_tokens)
     return out

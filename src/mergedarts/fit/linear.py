@@ -109,7 +109,7 @@ def spend(factors: dict[str, Factors], budget: int, narrow: bool = False) -> dic
 
 def differences(model: PreTrainedModel, expert: FeatureStore) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and weight difference, expert minus merged, of each linear layer; one at a time in memory."""
-    with expert.reading(WEIGHTS) as stored:
+    with expert.opened(WEIGHTS) as stored:
         for name, module in linear_layers(model).items():
             yield name, stored.get_tensor(name).float() - weight_of(module).float().cpu()
 
