@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -62,6 +62,10 @@ class Evaluation:
     answers: list[dict[str, Any]]
     harness: dict[str, dict[str, dict[str, float]]]
     about: dict[str, Any]
+
+    def plus(self, row: Row) -> Evaluation:
+        """With a further row; p-values corrected anew."""
+        return replace(self, rows=_corrected([*self.rows, row]))
 
     def as_json(self) -> dict[str, Any]:
         """All but the answers, as plain data."""
@@ -278,8 +282,12 @@ def _rows(
         left = sorted({name for found in (merged, expert, *repaired) for name in found.left_out})
         if left:
             notes.append(f"{task}: {', '.join(left)} is no mean over examples and cannot be compared by example.")
+    return _corrected(rows), notes
+
+
+def _corrected(rows: list[Row]) -> list[Row]:
     corrected = holm([row.comparison for row in rows])
-    return [Row(**(vars(row) | {"comparison": c})) for row, c in zip(rows, corrected, strict=True)], notes
+    return [replace(row, comparison=comparison) for row, comparison in zip(rows, corrected, strict=True)]
 
 
 def _answers(task: str, model: str, found: TaskScores) -> list[dict[str, Any]]:

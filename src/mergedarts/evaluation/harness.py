@@ -92,7 +92,7 @@ class Tasks:
         check_installed()
         self.settings = settings
         self._asked = names
-        self._manager = _task_manager(names, settings.include)
+        self._manager: Any = _task_manager(names, settings.include) if names else None
         self._members: dict[str, list[str]] = {}
         for name in names:
             self._members[name] = list(self._load(name))
