@@ -52,6 +52,8 @@ MERGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 TA = "task arithmetic 0.4"
 _ADAM = {"sites": "final", "rank": 16, "form": "residual"}
 _ALL_TOKENS = {"method": "adam", "prompt_weight": 1.0}
+#: The budget that a LoRA of rank 1 on every linear layer spends in three domains, as a share of the model.
+LORA1 = 305_280 * 3 / 134_515_008
 #: Settings of the run file; a number instead is a table of that many position biases and nothing else.
 CORRECTIONS: dict[str, dict[str, Any] | int] = {
     "constant bias": 1,
@@ -62,16 +64,18 @@ CORRECTIONS: dict[str, dict[str, Any] | int] = {
     "DARTS": {"preset": "paper"},
     "closed form, final": {"correction": {"sites": "final", "rank": 16}},
     "closed form, final, KL": {"correction": {"sites": "final", "rank": 16}, "fit": {"objective": "kl"}},
+    "in depth 0.1%": {"budget": 0.001, "correction": {"svd_share": 0}},
+    "in depth 0.1%, states metric": {"budget": 0.001, "correction": {"svd_share": 0}, "fit": {"metric": "states"}},
+    "in depth 305k": {"budget": LORA1, "correction": {"svd_share": 0}},
     "default 0.1%": {"budget": 0.001},
-    "default 0.1%, states metric": {"budget": 0.001, "fit": {"metric": "states"}},
-    "default 305k": {"budget": 305_280 * 3 / 134_515_008},
+    "default 305k": {"budget": LORA1},
     "linear, rank 1": {"correction": {"form": "linear", "rank": 1}},
     "LoRA by SVD, rank 1": {"correction": {"form": "svd", "rank": 1}},
     "LoRA by SVD, rank 2": {"correction": {"form": "svd", "rank": 2}},
     "LoRA by SVD, rank 4": {"correction": {"form": "svd", "rank": 4}},
 }
 #: What another seed changes: the start of Adam, the split of the calibration set, the draws of the Fisher metric.
-RANDOM = ("surgery", "surgery + EWL1", "surgery + position", "DARTS", "default 0.1%", "default 305k")
+RANDOM = ("surgery", "surgery + EWL1", "surgery + position", "DARTS", "in depth 0.1%", "in depth 305k", "default 0.1%")
 GENERATED = ("surgery", "DARTS", "default 0.1%", "LoRA by SVD, rank 1")
 
 
@@ -101,11 +105,11 @@ def quick_grid() -> list[Cell]:
     """25 prompts, one seed; two seeds of surgery and DARTS; three corrections on a second merge."""
     names = (
         "constant bias", "position bias", "surgery", "surgery + EWL1", "surgery + position", "DARTS",
-        "closed form, final", "default 0.1%", "LoRA by SVD, rank 1",
+        "closed form, final", "in depth 0.1%", "LoRA by SVD, rank 1",
     )  # fmt: skip
     cells = [Cell(TA, name, 25) for name in names]
     cells += [Cell(TA, name, 25, 1) for name in ("surgery", "DARTS")]
-    return cells + [Cell("TIES", name, 25) for name in ("surgery", "DARTS", "default 0.1%")]
+    return cells + [Cell("TIES", name, 25) for name in ("surgery", "DARTS", "in depth 0.1%")]
 
 
 def main() -> None:

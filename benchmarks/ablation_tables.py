@@ -18,7 +18,7 @@ from mergedarts.files import write_text
 MARK, END = "<!-- ablation -->", "<!-- /ablation -->"
 MEASURES = {"ewl1": "EWL1", "kl": "KL", "agreement": "agreement", "nll": "NLL"}
 TA = "task arithmetic 0.4"
-SEEDLESS = ("none", "LoRA by SVD, rank 1")
+SEEDLESS = ("none", "closed form, final", "LoRA by SVD, rank 1")
 #: A claim, and the two corrections whose KL decides it: the first should be lower.
 CLAIMS = (
     ("entropy weights help (surgery)", "surgery + EWL1", "surgery"),
@@ -29,8 +29,9 @@ CLAIMS = (
     ("DARTS is better than nothing", "DARTS", "none"),
     ("a constant bias is better than nothing", "constant bias", "none"),
     ("a position bias is better than a constant one", "position bias", "constant bias"),
-    ("the default is better than DARTS", "default 0.1%", "DARTS"),
-    ("the default is better than a LoRA by SVD of rank 1", "default 0.1%", "LoRA by SVD, rank 1"),
+    ("depth is better than DARTS", "in depth 0.1%", "DARTS"),
+    ("depth is better than the final site, both in closed form", "in depth 0.1%", "closed form, final"),
+    ("depth at 44k is better than a LoRA by SVD of rank 1 at 305k", "in depth 0.1%", "LoRA by SVD, rank 1"),
 )
 
 
