@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import xml.etree.ElementTree as Tree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,6 +101,14 @@ def test_the_plot_draws_each_estimate_at_its_value(evaluation):
         (bars,) = axis.containers[0].lines[2]
         assert bars.get_segments()[0][:, 0] == pytest.approx([c.difference.low, c.difference.high])
         assert axis.get_yticklabels()[0].get_text().startswith(row.task)
+
+
+def test_an_endless_interval_is_null_in_json(evaluation):
+    first = evaluation.rows[0]
+    endless = replace(first.comparison.share, high=float("inf"))
+    row = replace(first, comparison=replace(first.comparison, share=endless))
+    whole = replace(evaluation, rows=[row]).as_json()
+    assert json.loads(json.dumps(whole, allow_nan=False))["rows"][0]["comparison"]["share"]["high"] is None
 
 
 def test_nothing_to_compare(tmp_path):

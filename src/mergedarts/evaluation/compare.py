@@ -7,6 +7,7 @@ Knows which model answers which task and holds one in memory at a time; the runn
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -69,7 +70,7 @@ class Evaluation:
 
     def as_json(self) -> dict[str, Any]:
         """All but the answers, as plain data."""
-        rows = [asdict(row) for row in self.rows]
+        rows = [_plain(asdict(row)) for row in self.rows]
         return self.about | {"rows": rows, "notes": self.notes, "harness": self.harness}
 
 
@@ -288,6 +289,13 @@ def _rows(
 def _corrected(rows: list[Row]) -> list[Row]:
     corrected = holm([row.comparison for row in rows])
     return [replace(row, comparison=comparison) for row, comparison in zip(rows, corrected, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: null for an end of an interval that is not finite."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _answers(task: str, model: str, found: TaskScores) -> list[dict[str, Any]]:
