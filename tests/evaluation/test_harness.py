@@ -49,6 +49,21 @@ def test_without_the_extra(monkeypatch):
         Tasks(["gsm8k"], Settings())
 
 
+def test_a_task_that_is_not_there(tmp_path, monkeypatch):
+    """The sentence names the user's own tasks; the harness's are left out of this index, which takes long to make."""
+    import lm_eval.tasks
+
+    real = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **given: real(**(given | {"include_defaults": False})))
+    (tmp_path / "mine.yaml").write_text("task: mine\ndataset_path: json\n")
+    with pytest.raises(UserError, match=r"no task 'absent'.*mine"):
+        Tasks(["absent"], Settings((tmp_path,)))
+    with pytest.raises(UserError, match=r"no task 'absent'.*--include-path adds your own"):
+        Tasks(["absent"], Settings())
+    with pytest.raises(UserError, match="nowhere"):
+        Tasks(["absent"], Settings((tmp_path / "nowhere",)))
+
+
 def test_a_task_that_runs_code_by_its_own_means_is_refused(tmp_path):
     (tmp_path / "own.py").write_text("def passed(references, predictions):\n    return 1.0\n")
     (tmp_path / "data.jsonl").write_text('{"q": "a"}\n')
