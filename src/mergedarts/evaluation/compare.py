@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -74,35 +74,41 @@ class Evaluation:
         return self.about | {"rows": rows, "notes": self.notes, "harness": self.harness}
 
 
-@dataclass(frozen=True)
 class Models:
     """The models of some repaired folders: fits of one recipe on one merged model with several seeds, or one fit.
 
     Args:
         folders: repaired models.
         merged: where the merged model is now, if it has moved.
+        device: where models run.
+        dtype: of their weights; that of the calibration where it is None.
+        trust_remote_code: let models run code of their own.
         router: let the repaired model's router choose the domain.
     """
 
-    folders: list[Path]
-    merged: str | None = None
-    device: str = "auto"
-    dtype: str | None = None
-    trust_remote_code: bool = False
-    router: bool = False
-    configs: list[dict[str, Any]] = field(init=False)
-    _loaded: dict[str, CausalLM] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        configs = [read_config(folder) for folder in self.folders]
-        object.__setattr__(self, "configs", configs)
-        for folder, config in zip(self.folders[1:], configs[1:], strict=True):
-            if config["merged"]["fingerprint"] != configs[0]["merged"]["fingerprint"]:
-                raise UserError(f"{folder} repairs another merged model than {self.folders[0]}; evaluate it by itself.")
-            if set(config["domains"]) != set(configs[0]["domains"]):
-                raise UserError(f"{folder} has other domains than {self.folders[0]}; evaluate it by itself.")
-        prints = [self.print_of(i, "x") for i in range(len(configs))]
-        if len(set(prints)) < len(prints):
+    def __init__(
+        self,
+        folders: list[Path],
+        merged: str | None = None,
+        device: str = "auto",
+        dtype: str | None = None,
+        trust_remote_code: bool = False,
+        router: bool = False,
+    ) -> None:
+        self.folders, self.merged, self.device, self.router = folders, merged, device, router
+        self._trust = trust_remote_code
+        self._loaded: dict[str, CausalLM] = {}
+        self.configs = [read_config(folder) for folder in folders]
+        for folder, config in zip(folders[1:], self.configs[1:], strict=True):
+            if config["merged"]["fingerprint"] != self.configs[0]["merged"]["fingerprint"]:
+                raise UserError(f"{folder} repairs another merged model than {folders[0]}; evaluate it by itself.")
+            if set(config["domains"]) != set(self.domains):
+                raise UserError(f"{folder} has other domains than {folders[0]}; evaluate it by itself.")
+        self.dtype = dtype or str(self.configs[0]["settings"]["dtype"])
+        if self.dtype not in DTYPES:
+            raise UserError(f"'{self.dtype}' is not a dtype here; choose one of {', '.join(DTYPES)}.")
+        weights = [digest_files(list(folder.glob("*.safetensors")), folder) for folder in folders]
+        if len(set(weights)) < len(weights):
             raise UserError("Two of the folders hold the same corrections; give each seed once.")
 
     @property
@@ -110,31 +116,21 @@ class Models:
         domains: dict[str, Any] = self.configs[0]["domains"]
         return domains
 
-    @property
-    def number_format(self) -> str:
-        """The dtype of the weights: of the calibration where none is asked for."""
-        named = self.dtype or str(self.configs[0]["settings"]["dtype"])
-        if named not in DTYPES:
-            raise UserError(f"'{named}' is not a dtype here; choose one of {', '.join(DTYPES)}.")
-        return named
-
     def print_of(self, folder: int | None, domain: str) -> str:
-        """What decides the answers of a model: a repaired one, the merged one (None), an expert is `expert_print`."""
-        parts = [self.configs[0]["merged"]["fingerprint"], self.number_format, pick_device(self.device).type]
+        """What decides the answers of a repaired model with a domain; of the merged model where `folder` is None."""
+        parts = [self.configs[0]["merged"]["fingerprint"], self.dtype, pick_device(self.device).type]
         if folder is not None:
             root = self.folders[folder]
             parts += [digest_files([root / CONFIG, *root.glob("*.safetensors")], root), domain]
         return digest_text(*parts)
 
     def expert_print(self, domain: str) -> str:
-        return digest_text(
-            self.domains[domain]["expert_fingerprint"], self.number_format, pick_device(self.device).type
-        )
+        return digest_text(self.domains[domain]["expert_fingerprint"], self.dtype, pick_device(self.device).type)
 
     def find_expert(self, domain: str) -> ModelRef:
         """The expert of a domain; a `UserError` where it is gone or another one."""
         entry = self.domains[domain]
-        ref = ModelRef.parse(entry["expert"], trust_remote_code=self.trust_remote_code)
+        ref = ModelRef.parse(entry["expert"], trust_remote_code=self._trust)
         if fingerprint(ref) != entry["expert_fingerprint"]:
             raise UserError(
                 f"The expert {ref} is not the one '{domain}' was calibrated on; put that back in its place."
@@ -158,21 +154,15 @@ class Models:
         from .lm import MergedartsLM
 
         return MergedartsLM(
-            str(self.folders[folder]), None, self.merged, self.device, self.number_format, self.trust_remote_code,
-            batch_size=batch_size,
-        )  # fmt: skip
+            str(self.folders[folder]), None, self.merged, self.device, self.dtype, self._trust, batch_size=batch_size
+        )
 
     def _load_expert(self, domain: str, batch_size: int) -> CausalLM:
         from .lm import CausalLM
 
-        entry = self.domains[domain]
-        ref = ModelRef.parse(entry["expert"], trust_remote_code=self.trust_remote_code)
-        if fingerprint(ref) != entry["expert_fingerprint"]:
-            raise UserError(
-                f"The expert {ref} is not the one '{domain}' was calibrated on; put that back in its place."
-            )
+        ref = self.find_expert(domain)
         base = ModelRef.parse(self.merged or self.configs[0]["merged"]["model"])
-        model = load_model(ref, DTYPES[self.number_format], pick_device(self.device))
+        model = load_model(ref, DTYPES[self.dtype], pick_device(self.device))
         # The merged model's tokenizer for all: the same prompt, token for token, where templates differ.
         return CausalLM(f"expert, {domain}", pretrained=model, tokenizer=load_tokenizer(base), batch_size=batch_size)
 
@@ -260,7 +250,7 @@ def evaluate_repaired(models: Models, names: list[str], routes: dict[str, str], 
             "merged": str(models.configs[0]["merged"]["model"]),
             "experts": {domain: models.domains[domain]["expert"] for domain in sorted(set(domain_of.values()))},
             "router": models.router,
-            "dtype": models.number_format,
+            "dtype": models.dtype,
             "settings": asdict(settings) | {"include": [str(folder) for folder in settings.include]},
         },
     )
