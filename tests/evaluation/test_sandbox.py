@@ -127,7 +127,8 @@ def test_files_outside_are_neither_written_nor_deleted(tmp_path, catch):
 
 def test_files_outside_are_not_read(tmp_path):
     (tmp_path / "secret").write_text("x")
-    failed(f"open({str(tmp_path / 'secret')!r}).read()", "PermissionError")
+    for path in (tmp_path / "secret", "/etc/passwd", "/proc/self/environ"):
+        failed(f"open({str(path)!r}).read()", "PermissionError")
 
 
 def kernel_alone(body: str, tmp_path) -> subprocess.CompletedProcess[str]:
