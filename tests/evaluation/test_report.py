@@ -14,7 +14,7 @@ from rich.console import Console
 from mergedarts.errors import UserError
 from mergedarts.evaluation import report
 from mergedarts.evaluation.compare import Evaluation, Row
-from mergedarts.evaluation.statistics import compare, holm
+from mergedarts.evaluation.statistics import compare, holm, holm_p
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,13 @@ def test_the_plot_draws_each_estimate_at_its_value(evaluation):
         (bars,) = axis.containers[0].lines[2]
         assert bars.get_segments()[0][:, 0] == pytest.approx([c.difference.low, c.difference.high])
         assert axis.get_yticklabels()[0].get_text().startswith(row.task)
+
+
+def test_a_further_row_corrects_all_of_them_anew(evaluation):
+    longer = evaluation.plus(replace(evaluation.rows[0], task="again"))
+    p = [row.comparison.test.p for row in longer.rows]
+    assert [row.comparison.test.holm for row in longer.rows] == pytest.approx(holm_p(p))
+    assert len(longer.rows) == 5
 
 
 def test_an_endless_interval_is_null_in_json(evaluation):
