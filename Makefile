@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-quick lint bench clean
+.PHONY: demo test test-quick lint bench ablation clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -29,6 +29,10 @@ bench: .venv/installed
 	mv docs/fit.json.new docs/fit.json
 	$(BIN)/python benchmarks/markdown.py docs/fit.json
 	$(BIN)/python benchmarks/picture.py docs/fit.json docs/fit.png
+
+ablation: .venv/installed
+	$(BIN)/python benchmarks/ablation.py --quick --docs docs/evidence.md > docs/ablation.json.new
+	mv docs/ablation.json.new docs/ablation.json
 
 clean:
 	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache

@@ -73,12 +73,12 @@ class Job:
     def load(self, ref: ModelRef) -> PreTrainedModel:
         """Load a model after letting go of what was loaded before."""
         gc.collect()
-        _return_memory()
+        return_memory()
         say(f"loading {ref}")
         return load_model(ref, self.dtype, self.device)
 
 
-def _return_memory() -> None:
+def return_memory() -> None:
     """Give freed memory back to the system where the C library keeps it (glibc), so that models do not add up."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

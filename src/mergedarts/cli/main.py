@@ -59,7 +59,8 @@ def quiet_libraries() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("mergekit").setLevel(logging.ERROR)
+    for name in ("mergekit", "lm_eval"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class _Interrupted(BaseException):
@@ -72,7 +73,7 @@ def _interrupt(*_: object) -> None:
 
 def run() -> None:
     """Entry point: exit code 2 and one sentence for a `UserError`, 130 for Ctrl-C; a bug keeps its traceback."""
-    from . import calibrate, demo, diagnose, export, generate, info, merge  # noqa: F401  (each registers its command)
+    from . import calibrate, demo, diagnose, evaluate, export, generate, info, merge  # noqa: F401  (they register)
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
