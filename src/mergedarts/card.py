@@ -89,7 +89,7 @@ def describe_routing(routing: dict[str, Any] | None) -> list[str]:
     """What a person is told of a router, a line each."""
     if routing is None:
         return ["none; a domain has to be named"]
-    if "note" in routing:
+    if routing.get("note") is not None:
         return [routing["note"]]
     depth, layers = routing["depth"], routing["layers"]
     where = "the input of the first layer" if depth == 0 else f"the states after layer {depth - 1}"
@@ -114,7 +114,7 @@ def _routing(config: dict[str, Any]) -> list[str]:
         "",
         *(f"{shown(line)[0].upper()}{shown(line)[1:]}." for line in describe_routing(routing)),
     ]
-    if routing is None or "note" in routing:
+    if routing is None or routing.get("note") is not None:
         return lines
     columns = [*config["domains"], "unsure"]
     lines += [

@@ -157,9 +157,9 @@ class RunFile(Settings):
         import re
 
         for name in domains:
-            if not re.fullmatch(NAME_PATTERN, name) or name in ("none", "auto"):
+            if not re.fullmatch(NAME_PATTERN, name) or name in ("none", "auto", "unsure"):
                 raise ValueError(
-                    f"{name!r} cannot name a domain; use letters, digits, '_' and '-', and not 'none' or 'auto'"
+                    f"{name!r} cannot name a domain; use letters, digits, '_' and '-', not 'none', 'auto' or 'unsure'"
                 )
         return domains
 

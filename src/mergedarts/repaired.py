@@ -18,7 +18,7 @@ from .errors import UserError
 from .files import new_folder, read_json, write_text
 from .job import Job, prepare
 from .models import DTYPES, ModelRef, fingerprint, load_model, load_tokenizer, pick_device
-from .router import Router
+from .router import UNSURE, Router
 from .runtime import Handle, attach
 from .store import load_tensors, save_tensors
 
@@ -139,6 +139,12 @@ class _RouterHeldOut(_Part):
     accuracy: float | None
     chosen: dict[str, dict[str, int]]
 
+    @model_validator(mode="after")
+    def _measured(self) -> _RouterHeldOut:
+        if self.sequences > 0 and self.accuracy is None:
+            raise ValueError("no accuracy of the held-out sequences")
+        return self
+
 
 class _Router(_Part):
     """What was fitted, or a note why nothing was."""
@@ -169,6 +175,13 @@ class Described(_Part):
     parameters: _Added
     router: _Router | None = None
     settings: _Settings
+
+    @model_validator(mode="after")
+    def _routed(self) -> Described:
+        chosen = self.router.held_out.chosen if self.router and self.router.held_out else {}
+        if any(name not in self.domains or set(row) != {*self.domains, UNSURE} for name, row in chosen.items()):
+            raise ValueError("the router chooses among other domains")
+        return self
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+#: What a choice of no domain is called.
+UNSURE = "unsure"
 LEAST_PROBABILITY = 0.5
 NAMES = ("centre", "scale", "means", "basis", "variances", "levels")
 #: Token ids that the chat template puts before and after every prompt.

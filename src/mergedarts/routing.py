@@ -16,14 +16,13 @@ from .heldout import HeldOut
 from .job import DomainJob, Job
 from .models import decoder_layers
 from .prompts import PromptSet
-from .router import Router
+from .router import UNSURE, Router
 from .runtime import free_depth
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Split = tuple[list[int], list[int]]
-UNSURE = "unsure"
 
 
 def fit_routing(
