@@ -42,6 +42,9 @@ def fit_routing(
         layers = len(decoder_layers(model))
     except UserError as error:
         return None, {"note": f"no router was fitted: {error}"}
+    bare = [domain.name for domain in domains if not domain.prompts.sequences]
+    if bare:
+        return None, {"note": f"no router was fitted: domain '{bare[0]}' has no prompts."}
     parts = [PromptSet(tuple(prompt_part(s) for s in domain.prompts.sequences)) for domain in domains]
     template = Template.of([s.ids for part in parts for s in part.sequences])
     names = [domain.name for domain in domains]

@@ -36,6 +36,7 @@ def test_truncated_svd_needs_no_prompts(world: World, tmp_path: Path) -> None:
     assert code["held_out"] is None
     assert maths["held_out"]["repaired"]["kl"] < maths["held_out"]["merged"]["kl"]
     assert "was not measured" in done.err
+    assert "no router was fitted: domain 'code' has no prompts" in done.err
     assert kinds(out, "code") == {"linear"}
     shown = ran("info", out)
     assert shown.code == 0

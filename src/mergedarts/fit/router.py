@@ -58,7 +58,7 @@ class Template:
 
 def _common(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
     count = 0
-    while all(len(row) > count and row[count] == rows[0][count] for row in rows):
+    while rows and all(len(row) > count and row[count] == rows[0][count] for row in rows):
         count += 1
     return rows[0][:count]
 
