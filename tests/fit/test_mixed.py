@@ -79,7 +79,12 @@ class Fake:
 
 @pytest.mark.parametrize(
     ("kl", "want"),
-    [((1.0, 0.8, 0.7), SHARES[2]), ((1.0, 0.7, 0.8), SHARES[1]), ((1.0, 1.2, 0.96), 0.0), ((0.5, 0.6, 0.7), 0.0)],
+    [
+        ((1.0, 0.9, 0.8, 0.7), SHARES[3]),
+        ((1.0, 0.7, 0.8, 0.9), SHARES[1]),
+        ((1.0, 1.2, 0.96, 1.0), 0.0),
+        ((0.5, 0.6, 0.7, 0.8), 0.0),
+    ],
     ids=["most", "middle", "too little gained", "none"],
 )
 def test_the_share_of_least_kl_on_sequences_kept_back(kl, want):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: Shares of the budget for weight updates that are tried where the settings leave it open.
-SHARES = (0.0, 0.35, 0.7)
+SHARES = (0.0, 0.25, 0.5, 0.75)
 #: How much lower the KL of held-back sequences must be for weight updates, which hook every linear layer they touch.
 LEAST_ADVANTAGE = 0.05
 #: Sequences below which no share is tried: too few to compare on.
