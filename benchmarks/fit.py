@@ -54,7 +54,10 @@ def variants(total: int, domains: int, quick: bool) -> dict[str, dict[str, Any]]
         "svd 1%": {"correction": {"form": "svd"}, "budget": 0.01},
         "svd 305k": {"correction": {"form": "svd"}, "budget": share(LORA1)},
         "linear 305k": {"correction": {"form": "linear"}, "budget": share(LORA1)},
-        "states metric 0.3%": {"fit": {"metric": "states"}, "budget": 0.003},
+        "residual 0.3%": {"correction": {"form": "residual"}, "budget": 0.003},
+        "residual 305k": {"correction": {"form": "residual"}, "budget": share(LORA1)},
+        "residual 1%": {"correction": {"form": "residual"}, "budget": 0.01},
+        "states metric 0.3%": {"correction": {"form": "residual"}, "fit": {"metric": "states"}, "budget": 0.003},
     }
     return {k: v for k, v in out.items() if not quick or k in ("paper", "default 0.1%", "svd 0.1%")}
 

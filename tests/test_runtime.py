@@ -280,7 +280,7 @@ def test_tied_embeddings_stay_tied():
 def test_mistakes_are_sentences():
     model = tiny("llama")
     narrow = Correction({"final": random_site("final", 8, 8, 0, None, False)})
-    with pytest.raises(UserError, match="hidden size 8"):
+    with pytest.raises(UserError, match="widths .8, 8."):
         attach(model, {"a": narrow})
     with pytest.raises(UserError, match="not a module"):
         attach(model, {"a": Correction({"model.layers.9": random_site("residual", D, D, 0, None, False)})})

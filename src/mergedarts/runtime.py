@@ -332,11 +332,16 @@ def attach(
     width = model.get_output_embeddings().weight.shape[1]
     for name, correction in corrections.items():
         for where, site in correction.items():
-            at = site.up if site.up is not None else site.position_bias
-            dimension = None if at is None else (at.shape[0] if at is site.up else at.shape[1])
-            if where == "final" and dimension not in (None, width):
+            wanted = (width, width)
+            if site.kind == "linear" and where in dict(model.named_modules()):
+                weight = model.get_submodule(where).weight
+                # GPT-2 keeps its weights the other way round.
+                wanted = tuple(
+                    weight.shape[::-1] if isinstance(model.get_submodule(where), nn.Linear) else weight.shape
+                )
+            if site.widths != wanted:
                 raise UserError(
-                    f"The correction of '{name}' is for hidden size {dimension}, but the model has {width}; "
+                    f"The correction of '{name}' at {where} is for widths {site.widths}, but the model has {wanted}; "
                     "it belongs to another model."
                 )
     handle = Handle(model, corrections, router)

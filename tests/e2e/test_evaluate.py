@@ -285,7 +285,11 @@ def test_mistakes(world: World, repaired: tuple[Path, Ran], tasks: Path, tmp_pat
     is_mistake(ran("evaluate", out, *asked, "--judge", "/nowhere"), "/nowhere")
     is_mistake(ran("evaluate", tmp_path, "--tasks", "choice", *include), str(tmp_path))
     is_mistake(ran("evaluate", out, "--tasks", "choice", "--include-path", tmp_path / "no"), "no", "--include-path")
-    is_mistake(evaluate(repaired, tasks, "choice", "--router"), "auto")
+    unrouted = Path(shutil.copytree(out, tmp_path / "unrouted"))
+    config = json.loads((unrouted / "darts_config.json").read_text())
+    (unrouted / "darts_config.json").write_text(json.dumps(config | {"router": None}))
+    before = listing(tmp_path)
+    is_mistake(ran("evaluate", unrouted, "--tasks", "choice", "--route", "choice=code", "--router", *include), "router")
     is_mistake(evaluate(repaired, tasks, "choice", "--dtype", "float99"), "float99")
     is_mistake(evaluate(repaired, tasks, "choice", "--device", "toaster"), "toaster")
     assert ran("evaluate", out, "--tasks", "choice", "--limit", "0").code == 2

@@ -41,10 +41,13 @@ def evaluate(
     from ..evaluation.harness import Settings, check_installed
 
     check_installed()
+    from datasets.utils.logging import disable_progress_bar
+
     from ..evaluation import alpaca, report
     from ..evaluation.compare import Models, evaluate_repaired
     from ..files import check_replaceable
 
+    disable_progress_bar()
     if target is not None:
         check_replaceable(target, report.MARKER)
     models = Models(folders, merged, device, dtype, trust_remote_code, router)
