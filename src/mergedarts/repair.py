@@ -72,16 +72,17 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
     clock = Clock()
     with clock.stage("prepare"):
         job = prepare(run, base or Path.cwd())
-    with clock.stage("expert features"):
-        domains = []
-        for domain in job.domains:
-            ready, expert = domain, None
+    domains = []
+    for domain in job.domains:
+        ready, expert = domain, None
+        with clock.stage("expert features"):
             if domain.prompts.sequences:
                 ready, expert = run_expert(job, domain, layers_needed(job))
                 check_lengths(ready)
+        with clock.stage("expert's metric"):
             expert_extras(job, ready, split_of(job, ready)[0], expert)
-            domains.append(ready)
-            del expert
+        domains.append(ready)
+        del expert
     config, corrections, router = _repair(job, domains, clock)
     config["seconds"] = clock.seconds
     for name, given in run.domains.items():
