@@ -1,4 +1,4 @@
-"""`calibrate` against its limit: two bare forward passes of the same tokens, once through the expert, once through the merge.
+"""`calibrate` against its limit: the same tokens once through the bare expert and once through the bare merged model.
 
 Every measurement is a process of its own with an empty feature store; the two kinds take turns, and ratios are of
 medians. A bare pass runs each decoder over the same batches and keeps nothing; loading is timed apart.

@@ -146,6 +146,9 @@ class RunFile(Settings):
     budget: Annotated[float, BeforeValidator(_share), Field(gt=0, le=1)] = 0.001
     device: str = "auto"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    stream: bool | Literal["auto"] = Field(
+        "auto", description="read decoder layers from disk as they run; auto does where a model does not fit in memory"
+    )
     max_tokens: int = Field(2048, ge=2, description="longer sequences are cut at the end")
     router: bool = Field(True, description="fit a router, so that `domain: auto` can choose by the prompt")
     strict: bool = Field(False, description="make it an error where a domain is not improved")

@@ -6,7 +6,7 @@ Knows batches, hooks and chunks; knows no model family, nothing of corrections, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,8 @@ from .files import cache_dir, write_text
 from .models import decoder_layers, head_parameters
 from .progress import bar
 from .prompts import PromptSet, TokenSequence, with_continuation
-from .store import FeatureStore, digest_tensors, load_tensors, save_tensors
+from .store import FeatureStore, RowWriter, digest_tensors, load_tensors, save_tensors
+from .streaming import is_streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +99,9 @@ def final_states(
     Raises:
         UserError: a state is not finite, as happens when a merge overflows in float16.
     """
+    if is_streamed(model):
+        _streamed_states(model, prompts, take, title, begin)
+        return
     caught: list[torch.Tensor] = []
 
     def catch(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -112,13 +116,40 @@ def final_states(
             with suppress(_Stop), hooked(head.register_forward_pre_hook(catch)):
                 model(input_ids=padded(prompts, batch, device), use_cache=False)
             state = caught.pop()
-            if not torch.isfinite(state).all():
-                raise UserError(
-                    f"{title}: hidden states are not finite; the weights hold NaN or overflow in "
-                    f"{state.dtype}, so try 'dtype: bfloat16' or 'float32'."
-                )
+            _check_finite(state, title)
             take(batch, state)
             advance(sum(len(prompts.sequences[i]) for i in batch))
+
+
+def _streamed_states(
+    model: PreTrainedModel,
+    prompts: PromptSet,
+    take: Callable[[list[int], torch.Tensor], None],
+    title: str,
+    begin: Callable[[list[int]], None],
+    start: tuple[int, torch.Tensor] | None = None,
+    done: Callable[[int], None] = lambda layer: None,
+) -> None:
+    """`final_states`, each layer over all sequences before the next; `done` is called with each layer's number."""
+    from .layerwise import LayerRunner  # which runs batches as made here
+
+    runner = LayerRunner(model, prompts, begin, start)
+    with bar(title, prompts.tokens * (runner.layers - runner.depth)) as advance:
+        while runner.depth < runner.layers:
+            for tokens in runner.step():
+                advance(tokens)
+            done(runner.depth - 1)
+        for batch, state in runner.final():
+            _check_finite(state, title)
+            take(batch, state)
+
+
+def _check_finite(state: torch.Tensor, title: str) -> None:
+    if not torch.isfinite(state).all():
+        raise UserError(
+            f"{title}: hidden states are not finite; the weights hold NaN or overflow in "
+            f"{state.dtype}, so try 'dtype: bfloat16' or 'float32'."
+        )
 
 
 class Readout:
@@ -135,7 +166,8 @@ class Readout:
         self._decoder = model.get_decoder()
         seen: list[Any] = []
         device = next(model.parameters()).device
-        with torch.inference_mode(), hooked(self._decoder.register_forward_hook(lambda m, i, o: seen.append(o))):
+        hook = self._decoder.register_forward_hook(lambda m, i, o: seen.append(o))
+        with torch.inference_mode(), hooked(hook), _layers_aside(model):
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
         self._output_class = type(seen[0])
 
@@ -187,6 +219,14 @@ class Readout:
         return max(16, CHUNK_ELEMENTS // rows)
 
 
+def _layers_aside(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """A streamed model's layers are not read inside the block."""
+    from .layerwise import stack_of
+
+    stack = stack_of(model) if is_streamed(model) else None
+    return nullcontext() if stack is None else stack.aside(len(stack.layers))
+
+
 def entropy(logits: torch.Tensor) -> torch.Tensor:
     """Entropy in nats of the softmax over the last dimension."""
     log_p = logits.log_softmax(-1)
@@ -202,35 +242,55 @@ def collect(
     (hidden [tokens, d], the residual stream after decoder layer i) for each of `layers`.
     """
     width = model.get_output_embeddings().weight.shape[1]
-    shapes = {"final": (prompts.tokens, width)} | {f"layer-{i}": (prompts.tokens, width) for i in layers}
     dtype = next(model.parameters()).dtype
     offsets = prompts.offsets
     readout = Readout(model) if entropies else None
     nats = torch.zeros(prompts.tokens)
-    held: dict[str, torch.Tensor] = {}
+    current: list[int] = []
+
+    def begin(batch: list[int]) -> None:
+        current[:] = batch
+
+    def write(writer: RowWriter, state: torch.Tensor) -> None:
+        for row, i in enumerate(current):
+            writer.write(int(offsets[i]), state[row, : len(prompts.sequences[i])])
 
     def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda module, inputs, output: held.__setitem__(name, state_of(output))
+        return lambda module, inputs, output: write(writers[name], state_of(output))
+
+    def take(batch: list[int], state: torch.Tensor) -> None:
+        write(writers["final"], state)
+        if readout is not None:
+            flat = torch.cat([state[row, : len(prompts.sequences[i])] for row, i in enumerate(batch)])
+            where = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in batch])
+            for states, rows in zip(flat.split(readout.chunk), where.split(readout.chunk), strict=True):
+                nats[rows] = entropy(readout(states)).cpu()
 
     named = decoder_layers(model) if layers else []
-    with store.writers(shapes, dtype) as writers:
-
-        def take(batch: list[int], state: torch.Tensor) -> None:
-            held["final"] = state
-            for row, i in enumerate(batch):
-                for name, writer in writers.items():
-                    writer.write(int(offsets[i]), held[name][row, : len(prompts.sequences[i])])
-            if readout is not None:
-                flat = torch.cat([state[row, : len(prompts.sequences[i])] for row, i in enumerate(batch)])
-                where = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in batch])
-                for states, rows in zip(flat.split(readout.chunk), where.split(readout.chunk), strict=True):
-                    nats[rows] = entropy(readout(states)).cpu()
-            held.clear()
-
-        with hooked(*(named[i][1].register_forward_hook(keep(f"layer-{i}")) for i in layers)):
-            final_states(model, prompts, take, title)
+    start = _resumed(store, layers, len(named)) if is_streamed(model) else None
+    shape = (prompts.tokens, width)
+    names = ["final", *(f"layer-{i}" for i in layers)]
+    with (
+        store.writers(dict.fromkeys(names, shape), dtype) as writers,
+        hooked(*(named[i][1].register_forward_hook(keep(f"layer-{i}")) for i in layers)),
+    ):
+        if is_streamed(model):
+            wanted = set(layers)
+            _streamed_states(
+                model, prompts, take, title, begin, start,
+                lambda layer: writers[f"layer-{layer}"].finish() if layer in wanted else None,
+            )  # fmt: skip
+        else:
+            final_states(model, prompts, take, title, begin)
     if entropies:
         store.save("entropy", {"entropy": nats})
+
+
+def _resumed(store: FeatureStore, missing: list[int], count: int) -> tuple[int, torch.Tensor] | None:
+    """Where a streamed pass goes on that was cut short: layers done and the states after them, from the store."""
+    first = min(missing, default=count)
+    done = [i for i in range(first) if store.has(f"layer-{i}")]
+    return (done[-1] + 1, store.load(f"layer-{done[-1]}")["hidden"]) if done else None
 
 
 @torch.inference_mode()

@@ -26,6 +26,7 @@ from .models import (
     eos_ids,
     expert_names,
     fingerprint,
+    folder,
     load_config,
     load_model,
     load_tokenizer,
@@ -34,6 +35,7 @@ from .models import (
 from .progress import say
 from .prompts import Example, PromptSet, TokenSequence, check_tokenizer, encode, read_examples, with_continuation
 from .store import FeatureStore
+from .streaming import fits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,6 +64,7 @@ class Job:
     device: torch.device
     eos: frozenset[int]
     domains: tuple[DomainJob, ...]
+    stream: bool = False
 
     def store(self, fingerprint_: str, prompts: PromptSet) -> FeatureStore:
         return FeatureStore(fingerprint_, prompts.digest, self.dtype)
@@ -75,7 +78,7 @@ class Job:
         gc.collect()
         return_memory()
         say(f"loading {ref}")
-        return load_model(ref, self.dtype, self.device)
+        return load_model(ref, self.dtype, self.device, self.stream)
 
 
 def return_memory() -> None:
@@ -115,7 +118,20 @@ def prepare(run: RunFile, base: Path) -> Job:
         prompts = PromptSet(tuple(encode(examples[name], tokenizer, eos, run.max_tokens)))
         _check_vocabulary(prompts, merged, expert)
         domains.append(DomainJob(name, expert, expert_print, prompts, domain.rollout, _unanswered(examples[name])))
-    return Job(run, merged, merged_print, DTYPES[run.dtype], device, frozenset(eos), tuple(domains))
+    dtype = DTYPES[run.dtype]
+    stream = _streams(run, merged, dtype, device)
+    return Job(run, merged, merged_print, dtype, device, frozenset(eos), tuple(domains), stream)
+
+
+def _streams(run: RunFile, merged: ModelRef, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether decoder layers stay on disk: as the run says, or where the model does not fit in what is free."""
+    if run.stream != "auto":
+        return run.stream
+    root, stored = folder(merged.model), getattr(load_config(merged), "dtype", None)
+    if root.is_file() or fits(root, stored or dtype, dtype, device):
+        return False
+    say(f"{merged} is larger than what is free on {device}: its layers are streamed from disk ('stream: auto')")
+    return True
 
 
 def with_eval_prompts(job: Job, domain: DomainJob, examples: list[Example]) -> DomainJob:

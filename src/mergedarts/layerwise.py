@@ -5,7 +5,8 @@ Knows how to make any family's own forward run a single layer, by putting the ot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,14 @@ from .errors import UserError
 from .features import batches, hooked, padded, state_of
 from .models import decoder_layers
 from .prompts import PromptSet
+from .streaming import in_memory, is_streamed, mapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+#: Tokens of the trial run that tells whether layers can run one at a time.
+TRIAL = 8
 
 
 class _Stop(Exception):
@@ -29,11 +35,15 @@ class LayerRunner:
     """The residual stream of a model over some sequences, moved on one layer at a time.
 
     The decoder's own forward runs for each batch and layer, so masks, rotary embeddings and whatever else a family
-    hands to its layers are its own; all layers but one pass their input on.
+    hands to its layers are its own; all layers but one pass their input on, and their hooks rest. A streamed model's
+    layer is read from disk once for all batches, and the stream is kept in a file that is mapped into memory.
 
     Args:
         model: a causal LM.
         prompts: the sequences.
+        begin: called with a batch of sequence indices before a layer runs on it.
+        start: how many layers are done, and the stream [tokens, d] after them.
+        tokens: padded tokens in a batch.
 
     Raises:
         UserError: the layers share more than the hidden state, so that one at a time is not the model.
@@ -43,54 +53,36 @@ class LayerRunner:
         current: while a layer runs, which places of the batch [B, T] are real tokens, and their flat indices.
     """
 
-    def __init__(self, model: PreTrainedModel, prompts: PromptSet) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: PromptSet,
+        begin: Callable[[list[int]], None] = lambda batch: None,
+        start: tuple[int, torch.Tensor] | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        self._model = model
         self._decoder = model.get_decoder()
-        self._layers = [layer for _, layer in decoder_layers(model)]
+        self._stack = stack_of(model)
         self._device = next(model.parameters()).device
         self._prompts = prompts
-        self._batches = batches(prompts)
+        self._begin = begin
+        self.batches = batches(prompts, tokens)
         self._rows = [
-            [slice(int(prompts.offsets[i]), int(prompts.offsets[i + 1])) for i in batch] for batch in self._batches
+            [slice(int(prompts.offsets[i]), int(prompts.offsets[i + 1])) for i in batch] for batch in self.batches
         ]
-        self._outputs = self._check()
-        self.depth = 0
         self.current: tuple[torch.Tensor, torch.Tensor] = (torch.zeros(0, dtype=torch.bool), torch.zeros(0))
-        self.states = self._first()
+        self.depth, self.states = (0, self._first()) if start is None else start
 
-    @torch.inference_mode()
-    def _check(self) -> list[int]:
-        """How many things each layer returns (0: a bare tensor); fails where layers cannot run one at a time."""
-        shortest = min(range(len(self._prompts.sequences)), key=lambda i: len(self._prompts.sequences[i]))
-        ids = padded(self._prompts, [shortest], self._device)[:, :32]
-        inputs: list[torch.Tensor] = []
-        outputs: list[Any] = []
-        hooks = [layer.register_forward_hook(lambda m, i, o: outputs.append(o)) for layer in self._layers]
-        hooks += [
-            layer.register_forward_pre_hook(lambda m, a, k: inputs.append(_hidden(a, k)), with_kwargs=True)
-            for layer in self._layers
-        ]
-        with hooked(*hooks):
-            self._decoder(input_ids=ids, use_cache=False)
-        counts = [len(o) if isinstance(o, tuple) else 0 for o in outputs]
-        self._outputs = counts
-        alone = inputs[0] if inputs else None
-        for depth in range(len(self._layers)):
-            if len(inputs) != len(self._layers) or alone is None:
-                raise UserError(f"{type(self._decoder).__name__} does not run its layers in a row; use 'sites: final'.")
-            # A pass over other tokens replaces whatever a layer leaves behind for a later one.
-            self._decoder(input_ids=ids.flip(1) // 2, use_cache=False)
-            shared = UserError(
-                f"The layers of {type(self._decoder).__name__} share more than the hidden state, so they cannot be "
-                "corrected one at a time; use 'sites: final' for this model."
-            )
-            try:
-                alone = self._run(depth, ids, alone)
-            except (KeyError, AttributeError, IndexError, TypeError, ValueError, RuntimeError):
-                # What the layer reads from others was never made in this pass.
-                raise shared from None
-            if not torch.equal(alone, state_of(outputs[depth])):
-                raise shared
-        return counts
+    @property
+    def layers(self) -> int:
+        return len(self._stack.layers)
+
+    def room(self, like: torch.Tensor | None = None) -> torch.Tensor:
+        """[tokens, d] an empty stream: in memory, or in a file where the model is streamed."""
+        like = self.states if like is None else like
+        shape = (self._prompts.tokens, like.shape[-1])
+        return mapped(shape, like.dtype) if is_streamed(self._model) else torch.empty(shape, dtype=like.dtype)
 
     @torch.inference_mode()
     def _first(self) -> torch.Tensor:
@@ -102,21 +94,31 @@ class LayerRunner:
             raise _Stop
 
         flat: torch.Tensor | None = None
-        with hooked(self._layers[0].register_forward_pre_hook(catch, with_kwargs=True)):
-            for batch, rows in zip(self._batches, self._rows, strict=True):
+        first = self._stack.layers[0]
+        with resting([first]), hooked(first.register_forward_pre_hook(catch, with_kwargs=True)):
+            for number, batch in enumerate(self.batches):
                 with suppress(_Stop):
                     self._decoder(input_ids=padded(self._prompts, batch, self._device), use_cache=False)
                 state = caught.pop()
-                if flat is None:
-                    flat = torch.empty(self._prompts.tokens, state.shape[-1], dtype=state.dtype)
-                for row, where in enumerate(rows):
-                    flat[where] = state[row, : where.stop - where.start].cpu()
+                flat = self.room(state) if flat is None else flat
+                self._put(flat, number, state)
         assert flat is not None
         return flat
 
+    def _take(self, flat: torch.Tensor, number: int, ids: torch.Tensor) -> torch.Tensor:
+        """[B, T, d] a batch of a flat [tokens, d], zero where it is padded."""
+        state = torch.zeros(*ids.shape, flat.shape[1], dtype=flat.dtype, device=self._device)
+        for row, where in enumerate(self._rows[number]):
+            state[row, : where.stop - where.start] = flat[where].to(self._device)
+        return state
+
+    def _put(self, flat: torch.Tensor, number: int, state: torch.Tensor) -> None:
+        for row, where in enumerate(self._rows[number]):
+            flat[where] = state[row, : where.stop - where.start].cpu()
+
     def step(self) -> Iterator[int]:
         """Run the next layer over all sequences and move on; yields the tokens done as it goes."""
-        out = torch.empty_like(self.states)
+        out = self.room()
         yield from self._layer(out)
         self.states = out
         self.depth += 1
@@ -127,58 +129,184 @@ class LayerRunner:
 
     @torch.inference_mode()
     def _layer(self, out: torch.Tensor | None) -> Iterator[int]:
-        for batch, rows in zip(self._batches, self._rows, strict=True):
-            ids = padded(self._prompts, batch, self._device)
-            state = torch.zeros(*ids.shape, self.states.shape[1], dtype=self.states.dtype, device=self._device)
-            for row, where in enumerate(rows):
-                state[row, : where.stop - where.start] = self.states[where].to(self._device)
-            real = torch.zeros(ids.shape, dtype=torch.bool)
-            for row, where in enumerate(rows):
-                real[row, : where.stop - where.start] = True
-            self.current = (real, torch.cat([torch.arange(where.start, where.stop) for where in rows]))
-            state = self._run(self.depth, ids, state)
-            for row, where in enumerate(rows):
+        with in_memory(self._stack.layers[self.depth]):
+            for number, batch in enumerate(self.batches):
+                ids = padded(self._prompts, batch, self._device)
+                lengths = torch.tensor([where.stop - where.start for where in self._rows[number]])
+                real = torch.arange(ids.shape[1]) < lengths[:, None]
+                self.current = (real, torch.cat([torch.arange(w.start, w.stop) for w in self._rows[number]]))
+                self._begin(batch)
+                state = self._stack.run(self.depth, ids, self._take(self.states, number, ids))
                 if out is not None:
-                    out[where] = state[row, : where.stop - where.start].cpu()
-            yield sum(where.stop - where.start for where in rows)
+                    self._put(out, number, state)
+                yield int(lengths.sum())
 
-    def _run(self, depth: int, ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    @torch.inference_mode()
+    def final(self) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """After the last layer: batches of sequence indices and the input of the output embedding [B, T, d]."""
+        for number, batch in enumerate(self.batches):
+            ids = padded(self._prompts, batch, self._device)
+            self._begin(batch)
+            yield batch, self._stack.rest(self._model, ids, self._take(self.states, number, ids))
+
+    def pull_rest(self, score: Callable[[list[int], torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The gradient [tokens, d] with respect to the states after the last layer.
+
+        Args:
+            score: of a batch of sequence indices and the input of the output embedding [B, T, d], the gradient there.
+        """
+        gradient = self.room()
+        for number, batch in enumerate(self.batches):
+            ids = padded(self._prompts, batch, self._device)
+            with torch.enable_grad():
+                state = self._take(self.states, number, ids).requires_grad_()
+                final = self._stack.rest(self._model, ids, state)
+                (found,) = torch.autograd.grad(final, state, score(batch, final.detach()))
+            self._put(gradient, number, found)
+        return gradient
+
+    def pull(self, gradient: torch.Tensor) -> Iterator[int]:
+        """Go back through the layer of `depth`, whose input `states` are; yields the tokens done as it goes.
+
+        `gradient` [tokens, d] with respect to its output becomes that with respect to its input.
+        """
+        with in_memory(self._stack.layers[self.depth]):
+            for number, batch in enumerate(self.batches):
+                ids = padded(self._prompts, batch, self._device)
+                with torch.enable_grad():
+                    state = self._take(self.states, number, ids).requires_grad_()
+                    out = self._stack.run(self.depth, ids, state)
+                    (found,) = torch.autograd.grad(out, state, self._take(gradient, number, ids))
+                self._put(gradient, number, found)
+                yield sum(where.stop - where.start for where in self._rows[number])
+
+
+class Stack:
+    """A causal LM's decoder layers, each of which can run alone.
+
+    Attributes:
+        layers: the modules, in order.
+
+    Raises:
+        UserError: layers cannot run one at a time.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # The model itself is not kept, so that it is freed where a stack is remembered for it.
+        self._decoder = model.get_decoder()
+        self.layers = [layer for _, layer in decoder_layers(model)]
+        self._counts = [0] * len(self.layers)
+        self._check(next(model.parameters()).device)
+
+    @torch.inference_mode()
+    def _check(self, device: torch.device) -> None:
+        """Compare each layer alone with what it does in a pass of the whole, on a few tokens."""
+        ids = torch.arange(1, TRIAL + 1, device=device)[None]
+        first: list[torch.Tensor] = []
+        outputs: list[Any] = []
+        hooks = [layer.register_forward_hook(lambda m, i, o: outputs.append(o)) for layer in self.layers]
+        enter = self.layers[0].register_forward_pre_hook(lambda m, a, k: first.append(_hidden(a, k)), with_kwargs=True)
+        with hooked(enter, *hooks):
+            self._decoder(input_ids=ids, use_cache=False)
+        if len(first) != 1 or len(outputs) != len(self.layers):
+            raise UserError(f"{type(self._decoder).__name__} does not run its layers in a row; use 'sites: final'.")
+        self._counts = [len(o) if isinstance(o, tuple) else 0 for o in outputs]
+        shared = UserError(
+            f"The layers of {type(self._decoder).__name__} share more than the hidden state, so they cannot be run one "
+            "at a time; use 'sites: final' for this model, in memory."
+        )
+        # Other tokens through each layer replace whatever it leaves behind for a later one.
+        alone, others, other = first[0], ids.flip(1) // 2, first[0].flip(1)
+        for depth, layer in enumerate(self.layers):
+            with in_memory(layer):
+                try:
+                    alone = self.run(depth, ids, alone)
+                    other = self.run(depth, others, other)
+                except (KeyError, AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+                    # What the layer reads from others was never made in this pass.
+                    raise shared from None
+            if not torch.equal(alone, state_of(outputs[depth])):
+                raise shared
+
+    def run(self, depth: int, ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The output of one layer on a batch's hidden states [B, T, d]."""
         caught: list[torch.Tensor] = []
-
-        def replace(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if args:
-                return (state, *args[1:]), kwargs
-            return args, kwargs | {"hidden_states": state}
 
         def catch(_module: nn.Module, _args: Any, output: Any) -> None:
             caught.append(state_of(output))
             raise _Stop
 
-        layer = self._layers[depth]
         hooks = [
-            layer.register_forward_pre_hook(replace, with_kwargs=True, prepend=True),
-            layer.register_forward_hook(catch),
+            self.layers[depth].register_forward_pre_hook(_replace(state), with_kwargs=True, prepend=True),
+            self.layers[depth].register_forward_hook(catch),
         ]
-        with self._aside(depth), hooked(*hooks), suppress(_Stop):
+        with self.aside(depth), hooked(*hooks), suppress(_Stop):
             self._decoder(input_ids=ids, use_cache=False)
         return caught.pop()
 
+    def rest(self, model: PreTrainedModel, ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The input of the output embedding [B, T, d], of a batch's hidden states after the last layer."""
+        caught: list[torch.Tensor] = []
+
+        def catch(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            caught.append(inputs[0])
+            raise _Stop
+
+        catching = model.get_output_embeddings().register_forward_pre_hook(catch)
+        with self.aside(len(self.layers), state), hooked(catching), suppress(_Stop):
+            model(input_ids=ids, use_cache=False)
+        return caught.pop()
+
     @contextmanager
-    def _aside(self, depth: int) -> Iterator[None]:
-        """The layers before one pass their input on."""
-        before = self._layers[:depth]
+    def aside(self, depth: int, state: torch.Tensor | None = None) -> Iterator[None]:
+        """The layers before one pass their input on, or `state` where it is given, and their hooks rest."""
+        before = self.layers[:depth]
         own = [vars(layer).get("forward") for layer in before]
         try:
-            for layer, count in zip(before, self._outputs[:depth], strict=True):
-                layer.forward = _pass_on(count)
-            yield
+            for layer, count in zip(before, self._counts, strict=False):
+                layer.forward = _pass_on(count, state)
+            with resting(before):
+                yield
         finally:
             for layer, forward in zip(before, own, strict=True):
                 if forward is None:
-                    del layer.forward
+                    vars(layer).pop("forward", None)
                 else:
                     layer.forward = forward
+
+
+_STACKS: weakref.WeakKeyDictionary[nn.Module, Stack] = weakref.WeakKeyDictionary()
+
+
+def stack_of(model: PreTrainedModel) -> Stack:
+    """The model's stack; whether its layers can run alone is tried once."""
+    if model not in _STACKS:
+        _STACKS[model] = Stack(model)
+    return _STACKS[model]
+
+
+@contextmanager
+def resting(layers: list[nn.Module]) -> Iterator[None]:
+    """Hooks on these modules themselves are not called inside the block, but for those added in it."""
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    own = [{name: dict(getattr(layer, name)) for name in names} for layer in layers]
+    try:
+        for layer in layers:
+            for name in names:
+                getattr(layer, name).clear()
+        yield
+    finally:
+        for layer, hooks in zip(layers, own, strict=True):
+            for name in names:
+                getattr(layer, name).clear()
+                getattr(layer, name).update(hooks[name])
+
+
+def _replace(state: torch.Tensor) -> Any:
+    def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return ((state, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": state})
+
+    return hook
 
 
 def _hidden(args: Any, kwargs: Any) -> torch.Tensor:
@@ -186,9 +314,9 @@ def _hidden(args: Any, kwargs: Any) -> torch.Tensor:
     return hidden
 
 
-def _pass_on(count: int) -> Any:
+def _pass_on(count: int, state: torch.Tensor | None) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = _hidden(args, kwargs)
+        hidden = _hidden(args, kwargs) if state is None else state
         return (hidden, *[None] * (count - 1)) if count else hidden
 
     return forward

@@ -16,6 +16,7 @@ from torch import nn
 
 from .errors import UserError
 from .files import digest_files, digest_text, exists, read_json
+from .streaming import merge_streamed_adapter, streaming_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,7 +140,7 @@ def load_tokenizer(ref: ModelRef) -> Any:
         raise UserError(f"{root} has no usable tokenizer ({_first_line(error)}).") from None
 
 
-def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device, stream: bool = False) -> PreTrainedModel:
     """Load a causal LM for inference, adapters merged into the weights.
 
     Args:
@@ -147,6 +148,7 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device) -> PreTr
         dtype: of the weights; an adapter's product is made in float32 and added to weights of this dtype, as mergekit
             does it, so that the expert here is the expert that was merged.
         device: where to.
+        stream: leave the decoder layers on disk, to be read as they run.
 
     Raises:
         UserError: not a causal LM, weights missing or unreadable, or an adapter that does not fit.
@@ -156,6 +158,14 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device) -> PreTr
 
     root = folder(ref.model)
     options: dict[str, Any] = {"dtype": dtype, "low_cpu_mem_usage": True}
+    scratch = None
+    if stream:
+        if root.is_file():
+            raise UserError(f"{ref} is a GGUF file and cannot be streamed; set 'stream: false', or convert it.")
+        shape = outline(ref)
+        options |= streaming_options(shape, [name for name, _ in decoder_layers(shape)], device)
+        scratch = options["offload_folder"]
+        options["offload_folder"] = scratch.name
     try:
         if root.is_file():
             model = AutoModelForCausalLM.from_pretrained(root.parent, gguf_file=root.name, **options)
@@ -172,8 +182,10 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device) -> PreTr
                     f"The weights of {ref.model} lack {min(found['missing_keys'])}, which would be random; "
                     "fetch or make them again."
                 )
-        if ref.adapter:
-            model = _merge_adapter(model, folder(ref.adapter, "adapter"))
+        if ref.adapter and stream:
+            merge_streamed_adapter(model, outline.__wrapped__(ref), _adapter_folder(ref.adapter))
+        elif ref.adapter:
+            model = _merge_adapter(model, _adapter_folder(ref.adapter))
     except SafetensorError as error:
         raise UserError(
             f"The weights of {ref} cannot be read ({_first_line(error)}); fetch or make them again."
@@ -187,6 +199,10 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device) -> PreTr
         if getattr(model.config, "quantization_config", None) is not None:
             del model.config.quantization_config
         model = cast_weights(model, dtype)
+    if stream:
+        model.streaming_scratch = scratch  # removed with the model
+        streamed: PreTrainedModel = model.eval().requires_grad_(False)
+        return streamed
     # What the loader keeps in float32 (rotary frequencies, a few weights) stays so, as wherever else the model runs.
     result: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return result
@@ -200,12 +216,18 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _merge_adapter(model: PreTrainedModel, root: Path) -> PreTrainedModel:
-    from peft import PeftModel
-
+def _adapter_folder(name: str) -> Path:
+    """The folder of a PEFT adapter."""
+    root = folder(name, "adapter")
     if not (root / "adapter_config.json").is_file():
         raise UserError(f"{root} is not a PEFT adapter (it has no adapter_config.json).")
     check_weights(root, list(root.glob("*.safetensors")))
+    return root
+
+
+def _merge_adapter(model: PreTrainedModel, root: Path) -> PreTrainedModel:
+    from peft import PeftModel
+
     try:
         merged: PreTrainedModel = PeftModel.from_pretrained(model, str(root)).merge_and_unload()
     except (RuntimeError, ValueError, TypeError) as error:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from .errors import NoSpaceError, UserError
 from .files import NO_SPACE, cache_dir, digest_text, readable_os_errors
+from .streaming import mapped
+
+if TYPE_CHECKING:
+    from .prompts import PromptSet
 
 VERSION = "2"
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -62,6 +66,17 @@ class FeatureStore:
         with ExitStack() as stack:
             slices = {name: stack.enter_context(self.opened(name)).get_slice("hidden") for name in names}
             yield lambda name, start, stop: slices[name][start:stop]
+
+    def rows(self, name: str, prompts: PromptSet, chosen: list[int]) -> torch.Tensor:
+        """[n, d] the states stored under a name, of some of the sequences they were made of; in a file, mapped."""
+        hidden, offsets = self.load(name)["hidden"], prompts.offsets
+        out = mapped((prompts.subset(chosen).tokens, hidden.shape[1]), hidden.dtype)
+        start = 0
+        for i in chosen:
+            end = start + int(offsets[i + 1] - offsets[i])
+            out[start:end] = hidden[offsets[i] : offsets[i + 1]]
+            start = end
+        return out
 
     def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         save_tensors(self.path / f"{name}.safetensors", tensors)
@@ -121,6 +136,9 @@ class RowWriter:
             rest, at = rest[done:], at + done
 
     def finish(self) -> None:
+        """The file takes its name; a second call does nothing."""
+        if self._handle < 0:
+            return
         os.close(self._handle)
         self._handle = -1
         os.replace(self._name, self._target)

@@ -20,6 +20,9 @@ def calibrate(
     router: bool | None = typer.Option(
         None, "--router/--no-router", help="Fit a router for domain 'auto', or leave it out."
     ),
+    stream: bool | None = typer.Option(
+        None, "--stream/--no-stream", help="Read layers from disk as they run; by default where a model does not fit."
+    ),
     strict: bool | None = typer.Option(None, "--strict", help="Fail where a domain is not improved."),
     trust_remote_code: bool | None = typer.Option(None, "--trust-remote-code", help="Let models run their own code."),
     as_json: bool = typer.Option(False, "--json", help="Print darts_config.json's content."),
@@ -29,7 +32,7 @@ def calibrate(
 
     given = {
         "preset": preset, "budget": _number(budget), "device": device, "dtype": dtype, "router": router,
-        "strict": strict, "trust_remote_code": trust_remote_code,
+        "stream": stream, "strict": strict, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     run = read_run_file(run_file, given)
     quiet_libraries()

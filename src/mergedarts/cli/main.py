@@ -59,7 +59,7 @@ def quiet_libraries() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    for name in ("mergekit", "lm_eval"):
+    for name in ("mergekit", "lm_eval", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

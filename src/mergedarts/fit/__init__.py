@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 
 
 def layers_needed(job: Job) -> list[int]:
-    """Decoder layers whose states of the expert a fit reads."""
-    return layers_of(job, load_config(job.merged).num_hidden_layers) if wants_depth(job) else []
+    """Decoder layers whose states of the expert a fit reads; a streamed metric starts from those of every layer."""
+    count = load_config(job.merged).num_hidden_layers
+    if job.stream and wants_fisher(job):
+        return list(range(count))
+    return layers_of(job, count) if wants_depth(job) else []
 
 
 def needs_final(job: Job) -> bool:
@@ -54,7 +57,8 @@ def expert_extras(job: Job, domain: DomainJob, fitted: list[int], expert: PreTra
     if not wants_fisher(job):
         return
     store = job.store(domain.expert_print, domain.prompts)
-    missing = [i for i in layers_needed(job) if not store.has(fisher_name(fitted, i))]
+    wanted = layers_of(job, load_config(job.merged).num_hidden_layers)
+    missing = [i for i in wanted if not store.has(fisher_name(fitted, i))]
     if missing:
         collect_fisher(
             expert or job.load(domain.expert), domain.prompts, fitted, missing, store,

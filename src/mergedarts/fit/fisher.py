@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from ..features import Readout, batches, hooked, padded, state_of
+from ..layerwise import LayerRunner
 from ..models import decoder_layers
 from ..progress import bar
 from ..prompts import PromptSet, TokenSequence
 from ..store import FeatureStore
+from ..streaming import is_streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,28 +63,66 @@ def collect_fisher(
     depends on the seed and the sequence alone (and on how many equal ones stand before it), not on the order of others.
     """
     part = prompts.subset(chosen)
-    width = model.get_output_embeddings().weight.shape[1]
-    device = next(model.parameters()).device
     predicts = [torch.tensor(s.predicts) for s in part.sequences]
     if not any(p.any() for p in predicts):
         predicts = [torch.tensor([True] * (len(s) - 1) + [False]) for s in part.sequences]
-    matrix = {i: torch.zeros(width, width, dtype=torch.float64) for i in layers}
-    power = {i: torch.zeros(2, dtype=torch.float64) for i in layers}
-    counts = torch.zeros(2, dtype=torch.float64)
-    named = decoder_layers(model)
-    readout = Readout(model)
     copies: Counter[TokenSequence] = Counter()
     uniform = []
     for s in part.sequences:
         uniform.append(_uniform(s, seed, copies[s]))
         copies[s] += 1
+    sums = {i: _Sums(model.get_output_embeddings().weight.shape[1]) for i in layers}
+    run = _streamed if is_streamed(model) else _resident
+
+    def states_after(layer: int) -> torch.Tensor:
+        return store.rows(f"layer-{layer}", prompts, chosen)
+
+    for i in run(model, part, predicts, uniform, sums, states_after, title):
+        store.save(name(i), sums.pop(i).tensors(predicts))
+
+
+class _Sums:
+    """A layer's gradients summed: their products, and their power at response and at other tokens."""
+
+    def __init__(self, width: int) -> None:
+        self._matrix = torch.zeros(width, width, dtype=torch.float64)
+        self._power = torch.zeros(2, dtype=torch.float64)
+
+    def add(self, gradient: torch.Tensor, here: torch.Tensor) -> None:
+        """Gradients [n, d], and which are at positions that predict a response token."""
+        flat = gradient.float()
+        # The sum over response tokens in float64 of products in float32: a few thousand terms of like size.
+        self._matrix += (flat.T @ flat).double().cpu()
+        square = flat.square().sum(-1).double().cpu()
+        self._power += torch.stack([square[here].sum(), square[~here].sum()])
+
+    def tensors(self, predicts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As the store keeps them, given which positions of each sequence predict a response token."""
+        response = sum(int(p.sum()) for p in predicts)
+        counts = torch.tensor([response, sum(map(len, predicts)) - response], dtype=torch.float64).clamp(min=1)
+        return {"matrix": (self._matrix / counts[0]).float(), "power": self._power / counts}
+
+
+def _resident(
+    model: PreTrainedModel,
+    part: PromptSet,
+    predicts: list[torch.Tensor],
+    uniform: list[torch.Tensor],
+    sums: dict[int, _Sums],
+    states_after: Callable[[int], torch.Tensor],
+    title: str,
+) -> Iterator[int]:
+    """Fill the sums of all layers in one pass over the batches; yields the layers that are done."""
+    device = next(model.parameters()).device
+    named = decoder_layers(model)
+    readout = Readout(model)
     states: dict[int, torch.Tensor] = {}
     final: list[torch.Tensor] = []
     hooks: list[Any] = [
         model.get_input_embeddings().register_forward_hook(lambda m, i, o: o.detach().requires_grad_()),
         *(
             named[i][1].register_forward_hook(lambda m, args, out, i=i: states.__setitem__(i, state_of(out)))
-            for i in layers
+            for i in sums
         ),
         model.get_decoder().register_forward_hook(lambda m, i, o: final.append(o[0])),
     ]
@@ -90,31 +130,63 @@ def collect_fisher(
         for batch in batches(part, BATCH_TOKENS):
             ids = padded(part, batch, device)
             model.get_decoder()(input_ids=ids, use_cache=False)
-            mask = torch.zeros(ids.shape, dtype=torch.bool)
-            real = torch.zeros(ids.shape, dtype=torch.bool)
-            drawn = torch.zeros(ids.shape, dtype=torch.float64)
-            for row, i in enumerate(batch):
-                drawn[row, : len(part.sequences[i])] = uniform[i]
-                mask[row, : len(part.sequences[i])] = predicts[i]
-                real[row, : len(part.sequences[i])] = True
-            mask_d = mask.to(device)
             state = final.pop()
-            gradient = torch.zeros_like(state)
-            gradient[mask_d] = _score(readout, state.detach()[mask_d], drawn[mask])
-            taken = torch.autograd.grad(state, [states[i] for i in layers], gradient)
-            for i, g in zip(layers, taken, strict=True):
-                flat = g[real.to(device)].float()
-                # The sum over response tokens in float64 of products in float32: a few thousand terms of like size.
-                matrix[i] += (flat.T @ flat).double().cpu()
-                square = flat.square().sum(-1).double().cpu()
-                here = mask[real]
-                power[i] += torch.stack([square[here].sum(), square[~here].sum()])
-            counts += torch.tensor([float(mask.sum()), float((real & ~mask).sum())])
+            gradient = _final_gradient(readout, batch, state.detach(), predicts, uniform)
+            taken = torch.autograd.grad(state, [states[i] for i in sums], gradient)
+            mask = _rows(batch, predicts, ids.shape[1])
+            real = _rows(batch, [torch.ones_like(p) for p in predicts], ids.shape[1])
+            for layer, g in zip(sums.values(), taken, strict=True):
+                layer.add(g[real.to(device)], mask[real])
             states.clear()
             advance(int(real.sum()))
-    for i in layers:
-        means = power[i] / counts.clamp(min=1)
-        store.save(name(i), {"matrix": (matrix[i] / counts[0].clamp(min=1)).float(), "power": means})
+    yield from list(sums)
+
+
+def _streamed(
+    model: PreTrainedModel,
+    part: PromptSet,
+    predicts: list[torch.Tensor],
+    uniform: list[torch.Tensor],
+    sums: dict[int, _Sums],
+    states_after: Callable[[int], torch.Tensor],
+    title: str,
+) -> Iterator[int]:
+    """The same layer by layer, last to first, each run again on the states that the store holds of the one before."""
+    last, first = len(decoder_layers(model)) - 1, min(sums)
+    runner = LayerRunner(model, part, start=(last + 1, states_after(last)), tokens=BATCH_TOKENS)
+    readout = Readout(model)
+    gradient = runner.pull_rest(lambda batch, final: _final_gradient(readout, batch, final, predicts, uniform))
+    here = torch.cat(predicts)
+    with bar(title, part.tokens * (last - first)) as advance:
+        for layer in range(last, first - 1, -1):
+            if layer in sums:
+                for g, mine in zip(gradient.split(BATCH_TOKENS), here.split(BATCH_TOKENS), strict=True):
+                    sums[layer].add(g, mine)
+                yield layer
+            if layer > first:
+                runner.depth, runner.states = layer, states_after(layer - 1)
+                for done in runner.pull(gradient):
+                    advance(done)
+
+
+def _rows(batch: list[int], marks: list[torch.Tensor], length: int) -> torch.Tensor:
+    """[B, length] marks of the sequences of a batch, zero where padded."""
+    out = torch.zeros(len(batch), length, dtype=marks[0].dtype)
+    for row, i in enumerate(batch):
+        out[row, : len(marks[i])] = marks[i]
+    return out
+
+
+def _final_gradient(
+    readout: Readout, batch: list[int], final: torch.Tensor, predicts: list[torch.Tensor], uniform: list[torch.Tensor]
+) -> torch.Tensor:
+    """[B, T, d] the score of the drawn tokens at the positions of final states [B, T, d] that predict a response."""
+    mask = _rows(batch, predicts, final.shape[1])
+    gradient = torch.zeros_like(final)
+    gradient[mask.to(final.device)] = _score(
+        readout, final[mask.to(final.device)], _rows(batch, uniform, final.shape[1])[mask]
+    )
+    return gradient
 
 
 def load_metric(store: FeatureStore, name: str) -> Metric:

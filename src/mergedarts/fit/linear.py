@@ -17,6 +17,7 @@ from ..correction import Correction, SiteCorrection
 from ..models import decoder_layers
 from ..progress import bar
 from ..store import FeatureStore
+from ..streaming import in_memory
 from .eigen import leading
 
 if TYPE_CHECKING:
@@ -46,8 +47,16 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 
 
 def keep_weights(expert: PreTrainedModel, store: FeatureStore) -> None:
-    """Put an expert's linear weights into the store, so that it need not be in memory beside the merged model."""
-    store.save(WEIGHTS, {name: weight_of(module).contiguous() for name, module in linear_layers(expert).items()})
+    """Put an expert's linear weights into the store, a file for each decoder layer and then a mark that all are there.
+
+    So the expert need not be in memory beside the merged model.
+    """
+    modules = linear_layers(expert)
+    for prefix, layer in decoder_layers(expert):
+        with in_memory(layer):
+            mine = {name: weight_of(m).contiguous() for name, m in modules.items() if name.startswith(prefix + ".")}
+            store.save(f"{WEIGHTS}-{prefix}", mine)
+    store.save(WEIGHTS, {"layers": torch.tensor(len(decoder_layers(expert)))})
 
 
 @dataclass(frozen=True)
@@ -109,9 +118,12 @@ def spend(factors: dict[str, Factors], budget: int, narrow: bool = False) -> dic
 
 def differences(model: PreTrainedModel, expert: FeatureStore) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and weight difference, expert minus merged, of each linear layer; one at a time in memory."""
-    with expert.opened(WEIGHTS) as stored:
-        for name, module in linear_layers(model).items():
-            yield name, stored.get_tensor(name).float() - weight_of(module).float().cpu()
+    modules = linear_layers(model)
+    for prefix, _ in decoder_layers(model):
+        with expert.opened(f"{WEIGHTS}-{prefix}") as stored:
+            for name in (name for name in modules if name.startswith(prefix + ".")):
+                with in_memory(modules[name]):
+                    yield name, stored.get_tensor(name).float() - weight_of(modules[name]).float().cpu()
 
 
 def rank_one_cost(model: PreTrainedModel) -> int:

@@ -77,26 +77,30 @@ def prompt_means(
         return store.load(name)["means"]
     layers = [layer for _, layer in decoder_layers(model)]
     out = torch.empty(len(prompts.sequences), len(layers) + 1, model.get_output_embeddings().weight.shape[1])
-    held: dict[int, torch.Tensor] = {}
+    current: list[int] = []
+    counted = torch.empty(0, dtype=torch.bool)
+
+    def begin(batch: list[int]) -> None:
+        nonlocal counted
+        current[:] = batch
+        lengths = torch.tensor([len(prompts.sequences[i]) for i in batch])
+        real = torch.arange(int(lengths.max())) < lengths[:, None]
+        counted = content(padded(prompts, batch, lengths.device), real, list(template.prefix), list(template.suffix))
+
+    def keep(depth: int, states: torch.Tensor) -> None:
+        if current:  # not in a trial run
+            out[current, depth] = mean_state(states, counted).cpu()
 
     def enter(_module: Any, args: Any, kwargs: Any) -> None:
-        held[0] = args[0] if args else kwargs["hidden_states"]
+        keep(0, args[0] if args else kwargs["hidden_states"])
 
     def leave(depth: int) -> Any:
-        return lambda module, args, output: held.__setitem__(depth, state_of(output))
-
-    def take(batch: list[int], state: torch.Tensor) -> None:
-        lengths = torch.tensor([len(prompts.sequences[i]) for i in batch])
-        real = torch.arange(state.shape[1]) < lengths[:, None]
-        counted = content(padded(prompts, batch, lengths.device), real, list(template.prefix), list(template.suffix))
-        for depth, states in held.items():
-            out[batch, depth] = mean_state(states, counted).cpu()
-        held.clear()
+        return lambda module, args, output: keep(depth, state_of(output))
 
     hooks = [layers[0].register_forward_pre_hook(enter, with_kwargs=True)]
     hooks += [layer.register_forward_hook(leave(i + 1)) for i, layer in enumerate(layers)]
     with hooked(*hooks):
-        final_states(model, prompts, take, title)
+        final_states(model, prompts, lambda batch, state: None, title, begin)
     store.save(name, {"means": out})
     return out
 
