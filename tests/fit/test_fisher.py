@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from mergedarts.features import Readout
 from mergedarts.fit import fisher
-from mergedarts.fit.fisher import collect_fisher, head_metric, load_metric
+from mergedarts.fit.fisher import AT_LEAST, collect_fisher, head_metric, load_metric, metric_sequences
 from mergedarts.models import decoder_layers
 from mergedarts.prompts import PromptSet, TokenSequence
 from mergedarts.store import FeatureStore
@@ -191,3 +192,18 @@ def test_the_model_is_left_as_it_was():
     for _, layer in decoder_layers(model):
         assert not layer._forward_hooks
     assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_the_metric_is_of_a_quarter_of_the_sequences_whatever_their_order():
+    lengths = [4 + i % 9 for i in range(60)]
+    prompts = prompt_set(lengths)
+    silent = [replace(s, predicts=(False,) * len(s)) if i < 30 else s for i, s in enumerate(prompts.sequences)]
+    fitted = list(range(0, 60, 2))
+    chosen = metric_sequences(PromptSet(tuple(silent)), fitted)
+    assert len(chosen) == AT_LEAST
+    assert chosen == sorted(set(chosen) & set(fitted))
+    assert min(chosen) >= 30
+    turned = PromptSet(tuple(silent[::-1]))
+    assert {59 - i for i in metric_sequences(turned, [59 - i for i in fitted])} == set(chosen)
+    assert len(metric_sequences(prompts, list(range(60)))) == 15
+    assert metric_sequences(prompts, [3, 1]) == [1, 3]

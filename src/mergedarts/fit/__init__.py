@@ -15,7 +15,7 @@ from ..features import Readout
 from ..job import DomainJob, Job
 from ..models import load_config, parameter_count
 from .adam import fit_adam
-from .fisher import collect_fisher
+from .fisher import collect_fisher, metric_sequences
 from .linear import WEIGHTS, keep_weights
 from .losses import token_weights
 from .plan import (
@@ -58,11 +58,12 @@ def expert_extras(job: Job, domain: DomainJob, fitted: list[int], expert: PreTra
         return
     store = job.store(domain.expert_print, domain.prompts)
     wanted = layers_of(job, load_config(job.merged).num_hidden_layers)
-    missing = [i for i in wanted if not store.has(fisher_name(fitted, i))]
+    chosen = metric_sequences(domain.prompts, fitted)
+    missing = [i for i in wanted if not store.has(fisher_name(chosen, i))]
     if missing:
         collect_fisher(
-            expert or job.load(domain.expert), domain.prompts, fitted, missing, store,
-            partial(fisher_name, fitted), job.run.fit.seed, f"{domain.name}: expert's metric",
+            expert or job.load(domain.expert), domain.prompts, chosen, missing, store,
+            partial(fisher_name, chosen), job.run.fit.seed, f"{domain.name}: expert's metric",
         )  # fmt: skip
 
 

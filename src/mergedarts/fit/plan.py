@@ -22,7 +22,7 @@ from ..store import FeatureStore
 from .budget import even_ranks, site_cost
 from .final import OPEN_FORMS as FINAL_FORMS
 from .final import FinalData, fit_final
-from .fisher import Metric, load_metric
+from .fisher import Metric, load_metric, metric_sequences
 from .linear import factors_of, fit_svd, rank_one_cost, weight_of
 from .losses import token_weights
 from .mixed import choose_share, fit_share
@@ -102,9 +102,9 @@ def layers_of(job: Job, count: int) -> list[int]:
     return list(range(count))
 
 
-def fisher_name(fitted: list[int], layer: int) -> str:
+def fisher_name(chosen: list[int], layer: int) -> str:
     """The name in the store of a layer's metric, estimated on some of the sequences."""
-    return f"fisher-{digest_text(repr(fitted))[:12]}-{layer}"
+    return f"fisher-{digest_text(repr(chosen))[:12]}-{layer}"
 
 
 def closed_form(
@@ -214,9 +214,9 @@ def _mixed(
 
 
 def _depth(
-    job: Job, domain: DomainJob, model: PreTrainedModel, fitted: list[int], measured: list[int], budget: int
+    job: Job, domain: DomainJob, model: PreTrainedModel, fitted: list[int], whole: list[int], budget: int
 ) -> FitResult:
-    """The residual stream after layers, fitted on some sequences in a metric estimated on `measured` ones."""
+    """The residual stream after layers, fitted on some sequences, in a metric of the `whole` they are taken from."""
     correction, fit = job.run.correction, job.run.fit
     data = _Tokens(job, domain, job.store(domain.expert_print, domain.prompts), fitted)
     layers = layers_of(job, model.config.get_text_config().num_hidden_layers)
@@ -245,6 +245,7 @@ def _depth(
     ridges = RIDGES if fit.ridge is None else (fit.ridge,)
     probes = (sites[0], sites[len(sites) // 2], sites[-1]) if len(ridges) > 1 or len(forms) > 1 else ()
     metrics: dict[int, Metric] = {}
+    measured = metric_sequences(domain.prompts, whole)
 
     def metric(layer: int) -> Metric | None:
         if not wants_fisher(job):
