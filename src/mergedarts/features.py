@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .errors import UserError
-from .files import cache_dir, write_text
+from .files import cache_dir
 from .models import decoder_layers, head_parameters
 from .progress import bar
 from .prompts import PromptSet, TokenSequence, with_continuation
@@ -338,15 +338,18 @@ def keep_head(model: PreTrainedModel, store: FeatureStore) -> None:
     path = cache_dir() / "heads" / f"{digest}.safetensors"
     if not path.is_file():
         save_tensors(path, tensors)
-    write_text(store.path / "head", digest)
+    store.save("head", {"digest": torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)})
 
 
 def load_head(store: FeatureStore, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """The output embedding noted in `store`, on the device of `model`; None where it is that of `model` itself."""
-    digest = (store.path / "head").read_text(encoding="ascii")
+    digest = bytes(store.load("head")["digest"].tolist()).hex()
     weight, bias = head_parameters(model)
     if digest == digest_tensors({"weight": weight.cpu()} | ({} if bias is None else {"bias": bias.cpu()})):
         return None
-    tensors = load_tensors(cache_dir() / "heads" / f"{digest}.safetensors", "remove the feature store beside it")
+    path = cache_dir() / "heads" / f"{digest}.safetensors"
+    tensors = load_tensors(path, "remove the feature store beside it")
+    if digest_tensors(tensors) != digest:
+        raise UserError(f"{path} is damaged (its checksum differs); remove it and the feature store beside it.")
     moved = {name: tensor.to(weight) for name, tensor in tensors.items()}
     return moved["weight"], moved.get("bias")

@@ -13,9 +13,12 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError
 
+from .checksums import write_sums
+from .claims import claim
 from .config import load_yaml
 from .errors import UserError
-from .files import NO_SPACE, cache_dir, check_replaceable, digest_text, new_folder
+from .files import NO_SPACE, cache_dir, digest_text
+from .folders import check_replaceable, new_folder
 from .models import ModelRef, fingerprint
 from .store import raise_if_full
 
@@ -42,6 +45,7 @@ def merge(config: Path, out: Path, trust_remote_code: bool = False) -> Path:
     text = yaml.safe_dump(data, sort_keys=False)
     with new_folder(out, MARKER) as folder:
         _run(text, folder, config, trust_remote_code)
+        write_sums(folder)
     return out
 
 
@@ -51,9 +55,11 @@ def merge_cached(config: Path, trust_remote_code: bool = False) -> Path:
     text = yaml.safe_dump(data, sort_keys=False)
     prints = [fingerprint(ModelRef.parse(name)) for name in sorted(set(_models(data)))]
     out = cache_dir() / "merged" / digest_text(text, *prints)
-    if not (out / MARKER).is_file():
-        with new_folder(out) as folder:
-            _run(text, folder, config, trust_remote_code)
+    with claim(out):
+        if not (out / MARKER).is_file():
+            with new_folder(out) as folder:
+                _run(text, folder, config, trust_remote_code)
+                write_sums(folder)
     return out
 
 
@@ -100,7 +106,7 @@ def _run(text: str, folder: Path, config: Path, trust_remote_code: bool) -> None
         except UserError as error:
             raise UserError(f"{config}: {error}") from None
     # mergekit takes whatever folder it finds in its adapter cache for whole, so each merge gets its own.
-    adapters = folder.with_name(folder.name + ".adapters")
+    adapters = folder / ".adapters"
     options = MergeOptions(
         lora_merge_cache=str(adapters), trust_remote_code=trust_remote_code, quiet=True, copy_tokenizer=True
     )

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .checksums import digest_files
 from .errors import UserError
-from .files import digest_files, digest_text, exists, read_json
+from .files import digest_text, exists, read_json
 from .streaming import merge_streamed_adapter, streaming_options
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ..files import new_folder, write_text
+from ..files import write_text
+from ..folders import new_folder
 from .compare import Evaluation, Row
 from .statistics import Estimate
 
