@@ -54,6 +54,7 @@ def test_digest_of_a_changed_file_is_made_anew(tmp_path):
 
 
 def test_digests_are_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "LEAST_REMEMBERED", 0)
     path = tmp_path / "w"
     path.write_text("one")
     first = digest_files([path], tmp_path)
@@ -61,7 +62,8 @@ def test_digests_are_remembered(tmp_path, monkeypatch):
     assert digest_files([path], tmp_path) == first
 
 
-def test_a_broken_memory_of_a_digest_is_not_trusted(tmp_path, own_cache):
+def test_a_broken_memory_of_a_digest_is_not_trusted(tmp_path, own_cache, monkeypatch):
+    monkeypatch.setattr(checksums, "LEAST_REMEMBERED", 0)
     path = tmp_path / "w"
     path.write_text("one")
     first = digest_files([path], tmp_path)

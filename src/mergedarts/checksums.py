@@ -22,6 +22,8 @@ from .files import cache_dir, digest_text, write_text
 SUMS = "SHA256SUMS"
 #: What a safetensors header says of its own file, to be filled in when the file is whole.
 CRC = {"crc32": "00000000"}
+#: Bytes from which on a file's digest is remembered.
+LEAST_REMEMBERED = 1 << 20
 REMAKE = "remove it, and it will be made again"
 _CHUNK = 1 << 22
 _FIELD = re.compile(rb'"crc32":\s*"([0-9a-f]{8})"')
@@ -88,6 +90,8 @@ def digest_files(paths: list[Path], root: Path) -> str:
 def digest_file(path: Path) -> str:
     """SHA-256 of a file, remembered by inode, size and times, so that a model of many gigabytes is read once."""
     s = path.stat()
+    if s.st_size < LEAST_REMEMBERED:
+        return hash_file(path)
     key = digest_text(*(str(n) for n in (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)))
     memory = cache_dir() / "digests" / key
     with suppress(UserError, OSError):

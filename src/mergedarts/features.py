@@ -14,6 +14,7 @@ from torch import nn
 
 from .errors import UserError
 from .files import cache_dir
+from .memory import by_halves
 from .models import decoder_layers, head_parameters
 from .progress import bar
 from .prompts import PromptSet, TokenSequence, with_continuation
@@ -110,12 +111,15 @@ def final_states(
 
     device = next(model.parameters()).device
     head = model.get_output_embeddings()
+
+    def run(batch: list[int]) -> torch.Tensor:
+        begin(batch)
+        with suppress(_Stop), hooked(head.register_forward_pre_hook(catch)):
+            model(input_ids=padded(prompts, batch, device), use_cache=False)
+        return caught.pop()
+
     with bar(title, prompts.tokens) as advance:
-        for batch in batches(prompts):
-            begin(batch)
-            with suppress(_Stop), hooked(head.register_forward_pre_hook(catch)):
-                model(input_ids=padded(prompts, batch, device), use_cache=False)
-            state = caught.pop()
+        for batch, state in by_halves(batches(prompts), run, prompts.length, title):
             _check_finite(state, title)
             take(batch, state)
             advance(sum(len(prompts.sequences[i]) for i in batch))
@@ -305,24 +309,28 @@ def continuations(
     barred = list(range(rows, own)) if rows is not None and rows < own else None
     device = next(model.parameters()).device
     out: list[TokenSequence] = list(prompts.sequences)
+
+    def write(batch: list[int]) -> list[list[int]]:
+        length = max(len(prompts.sequences[i]) for i in batch)
+        ids = torch.zeros(len(batch), length, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, i in enumerate(batch):
+            own = torch.tensor(prompts.sequences[i].ids)
+            ids[row, length - len(own) :], mask[row, length - len(own) :] = own, 1
+        new: list[list[int]] = model.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=tokens,
+            do_sample=False,
+            num_beams=1,
+            suppress_tokens=barred,
+            eos_token_id=sorted(eos) or None,
+            pad_token_id=min(eos, default=0),
+        )[:, length:].tolist()
+        return new
+
     with bar(title, len(out), "prompts") as advance:
-        for batch in batches(prompts):
-            length = max(len(prompts.sequences[i]) for i in batch)
-            ids = torch.zeros(len(batch), length, dtype=torch.long)
-            mask = torch.zeros_like(ids)
-            for row, i in enumerate(batch):
-                own = torch.tensor(prompts.sequences[i].ids)
-                ids[row, length - len(own) :], mask[row, length - len(own) :] = own, 1
-            written = model.generate(
-                input_ids=ids.to(device),
-                attention_mask=mask.to(device),
-                max_new_tokens=tokens,
-                do_sample=False,
-                num_beams=1,
-                suppress_tokens=barred,
-                eos_token_id=sorted(eos) or None,
-                pad_token_id=min(eos, default=0),
-            )[:, length:].tolist()
+        for batch, written in by_halves(batches(prompts), write, prompts.length, title):
             for row, i in enumerate(batch):
                 end = next((n for n, token in enumerate(written[row]) if token in eos), len(written[row]) - 1) + 1
                 out[i] = with_continuation(prompts.sequences[i], written[row][:end])

@@ -19,6 +19,7 @@ from .config import load_yaml
 from .errors import UserError
 from .files import NO_SPACE, cache_dir, digest_text
 from .folders import check_replaceable, new_folder
+from .memory import is_out_of_memory, out_of_memory
 from .models import ModelRef, fingerprint
 from .store import raise_if_full
 
@@ -116,6 +117,8 @@ def _run(text: str, folder: Path, config: Path, trust_remote_code: bool) -> None
         raise_if_full(error, config)
         raise UserError(f"mergekit could not run {config} ({_reason(error)}).") from None
     except (RuntimeError, ValueError, KeyError, NotImplementedError, TypeError, OSError) as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(error, f"merging {config}") from None
         cause = error if isinstance(error, OSError) else error.__cause__
         if isinstance(cause, OSError) and cause.errno in NO_SPACE:
             raise cause from None

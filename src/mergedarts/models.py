@@ -17,6 +17,7 @@ from torch import nn
 from .checksums import digest_files
 from .errors import UserError
 from .files import digest_text, exists, read_json
+from .memory import is_out_of_memory, out_of_memory
 from .streaming import merge_streamed_adapter, streaming_options
 
 if TYPE_CHECKING:
@@ -192,6 +193,8 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device, stream: 
             f"The weights of {ref} cannot be read ({_first_line(error)}); fetch or make them again."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(error, f"loading {ref}") from None
         raise UserError(f"{ref} cannot be loaded as a causal LM ({_first_line(error)}).") from None
     if model.get_output_embeddings() is None:
         raise UserError(f"{ref} has no output embedding; mergedarts repairs causal language models.")
