@@ -185,7 +185,11 @@ class Readout:
     def logits(
         self, states: torch.Tensor, head: tuple[torch.Tensor, torch.Tensor | None] | None = None
     ) -> torch.Tensor:
-        """The same, differentiable."""
+        """The same, differentiable.
+
+        Raises:
+            UserError: logits are NaN or infinite.
+        """
         own = self._model.get_output_embeddings()
         weight = own.weight if head is None else head[0]
         states = states[None].to(device=own.weight.device, dtype=own.weight.dtype)
@@ -203,7 +207,13 @@ class Readout:
                 del self._decoder.forward
             else:
                 self._decoder.forward = forward
-        return logits[0].float()
+        found = logits[0].float()
+        if not found.amax(-1).isfinite().all():  # a row may bar tokens by -inf, but not all of them
+            raise UserError(
+                f"{self._model.config._name_or_path}: logits are not finite; the output embedding holds NaN or "
+                f"overflows in {own.weight.dtype}, so try 'dtype: bfloat16' or 'float32'."
+            )
+        return found
 
     @property
     def head(self) -> tuple[torch.Tensor, torch.Tensor | None]:

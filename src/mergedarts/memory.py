@@ -124,15 +124,14 @@ def free_memory(device: torch.device | None = None) -> int:
     """Bytes that this process may still take: on a CUDA device, or of the main memory within its control group."""
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = int(psutil.virtual_memory().available + psutil.swap_memory().free)
-    with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
+    free = int(psutil.virtual_memory().available)
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        group = Path("/sys/fs/cgroup") / ("" if limit == "memory.max" else "memory")
+        with suppress(OSError, ValueError):
             # What the kernel caches of files is counted as used and given back when asked for.
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            free = min(free, int(limit) - used)
+            left = [int((group / name).read_text()) for name in (limit, used)]
+            free = min(free, left[0] - left[1] + int(stat.get("inactive_file", 0)))
     with suppress(ImportError, ValueError):
         import resource
 

@@ -18,6 +18,7 @@ from .checksums import digest_files
 from .errors import UserError
 from .files import digest_text, exists, read_json
 from .memory import is_out_of_memory, out_of_memory
+from .room import check_memory
 from .streaming import merge_streamed_adapter, streaming_options
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device, stream: 
             model = AutoModelForCausalLM.from_pretrained(root.parent, gguf_file=root.name, **options)
         else:
             check_weights(root, list(root.glob("*.safetensors")))
+            if not stream:
+                check_memory(ref, root, dtype, device)
             settings = root / "generation_config.json"
             if settings.is_file() and not isinstance(read_json(settings), dict):
                 raise UserError(f"{settings} is not a JSON object; remove it or make it again.")

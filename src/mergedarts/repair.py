@@ -21,6 +21,7 @@ from .correction import Correction
 from .errors import UserError
 from .features import Readout
 from .fit import expert_extras, fit_domain, layers_needed, needs_final
+from .fit.plan import wants_fisher
 from .folders import check_replaceable
 from .heldout import HeldOut
 from .job import DomainJob, Job, check_lengths, prepare, run_expert, run_merged
@@ -29,6 +30,7 @@ from .models import parameter_count
 from .progress import warn
 from .prompts import split
 from .repaired import CONFIG, write_repaired
+from .room import check_features
 from .router import Router
 from .routing import fit_routing, wrong_routing
 
@@ -78,6 +80,8 @@ def _calibrate(run: RunFile, out: Path, base: Path) -> dict[str, Any]:
     clock = Clock()
     with clock.stage("prepare"):
         job = prepare(run, base)
+    layers = len(layers_needed(job))
+    check_features(job, layers, layers if wants_fisher(job) else 0)
     domains = []
     for domain in job.domains:
         ready, expert = domain, None

@@ -139,7 +139,7 @@ class RowWriter:
         self._start = 8 + len(header)
         self._handle, self._name = tempfile.mkstemp(prefix=temporary_prefix(name), suffix=".tmp", dir=folder)
         self._put(memoryview(struct.pack("<Q", len(header)) + header), 0)
-        os.truncate(self._handle, self._start + size)
+        _reserve(self._handle, self._start + size)
 
     def write(self, row: int, values: torch.Tensor) -> None:
         """Write [n, width] values from a row on."""
@@ -166,6 +166,18 @@ class RowWriter:
             os.close(self._handle)
             self._handle = -1
         Path(self._name).unlink(missing_ok=True)
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Make a file so long, its place on the disk taken before the work that fills it begins."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(handle, 0, size)
+            return
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise
+    os.truncate(handle, size)
 
 
 def save_tensors(

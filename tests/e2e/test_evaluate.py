@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("lm_eval")
 
+from mergedarts.checksums import write_sums
+
 from .conftest import Ran, World, environment, is_mistake, listing, ran, write_config, write_lines, write_yaml
 
 pytestmark = pytest.mark.slow
@@ -165,6 +167,7 @@ def test_zeros_score_as_the_bare_model(repaired: tuple[Path, Ran], tasks: Path, 
     zero = Path(shutil.copytree(repaired[0], tmp_path / "zero"))
     tensors = load_file(zero / "corrections.safetensors")
     save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, zero / "corrections.safetensors")
+    write_sums(zero)
     done = ran(
         "evaluate", zero, "--tasks", "choice,write,rolling", "--route", "choice=code,write=chat,rolling=code",
         "--include-path", tasks, "--out", tmp_path / "out", "--json",
@@ -242,6 +245,7 @@ def test_seeds_are_pooled(world: World, repaired: tuple[Path, Ran], tasks: Path,
     other = Path(shutil.copytree(repaired[0], tmp_path / "other"))
     tensors = load_file(other / "corrections.safetensors")
     save_file({name: 1.5 * tensor for name, tensor in tensors.items()}, other / "corrections.safetensors")
+    write_sums(other)
     done = ran(
         "evaluate", repaired[0], other, "--tasks", "choice", "--route", "choice=code", "--include-path", tasks, "--json"
     )

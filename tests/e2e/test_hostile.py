@@ -55,6 +55,7 @@ def test_a_repaired_folder_cannot_switch_remote_code_on(world: World, surgery: P
     config = json.loads((model / "config.json").read_text())
     config |= {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}, "model_type": "evil"}
     (model / "config.json").write_text(json.dumps(config))
+    (model / "SHA256SUMS").unlink()
     (model / "evil.py").write_text(
         f"import pathlib\npathlib.Path({str(tmp_path / 'pwned')!r}).touch()\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"

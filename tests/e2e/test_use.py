@@ -179,6 +179,7 @@ def test_another_merged_model_is_refused(world: World, repaired: tuple[Path, Ran
     for leftover in other.glob("model-*"):
         leftover.unlink()
     (other / "model.safetensors.index.json").unlink(missing_ok=True)
+    (other / "SHA256SUMS").unlink()
     is_mistake(ran("generate", tmp_path / "out", "--domain", "code", "--prompt", "x"), str(other), "another model")
     shutil.rmtree(other)
     is_mistake(ran("generate", tmp_path / "out", "--domain", "code", "--prompt", "x"), str(other), "gone")
