@@ -98,10 +98,14 @@ def left_over(*folders: Path) -> list[str]:
     return [str(p) for folder in folders for p in folder.rglob("*") if TEMPORARY.fullmatch(p.name)]
 
 
-def stored(cache: Path) -> dict[str, int]:
-    """What is whole in the store, with inodes: what is taken up is not made again."""
+def stored(cache: Path) -> dict[str, str]:
+    """What is whole in the store, with its content."""
     wanted = [p for kind in ("features", "evaluations") for p in (cache / kind).rglob("*")]
-    return {str(p): p.stat().st_ino for p in wanted if p.is_file() and not TEMPORARY.fullmatch(p.name)}
+    return {
+        str(p): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in wanted
+        if p.is_file() and not TEMPORARY.fullmatch(p.name)
+    }
 
 
 COMMANDS = ("merge", "calibrate", "diagnose", "export", "evaluate")
