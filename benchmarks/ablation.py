@@ -22,12 +22,13 @@ import yaml
 from ablation_tables import document
 
 from mergedarts import testbed
+from mergedarts.checksums import digest_files
 from mergedarts.cli.main import quiet_libraries
 from mergedarts.config import Domain, parse_run
 from mergedarts.correction import Correction, Position
 from mergedarts.evaluation import harness
 from mergedarts.features import Readout
-from mergedarts.files import cache_dir, digest_files, digest_text, read_json, write_text
+from mergedarts.files import cache_dir, digest_text, read_json, write_text
 from mergedarts.fit import expert_extras, fit_domain, layers_needed
 from mergedarts.fit.adam import fit_adam
 from mergedarts.fit.losses import token_weights

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from .errors import UserError
-from .files import cache_dir, write_text
+from .files import cache_dir
+from .memory import by_halves
 from .models import decoder_layers, head_parameters
 from .progress import bar
 from .prompts import PromptSet, TokenSequence, with_continuation
@@ -110,12 +111,15 @@ def final_states(
 
     device = next(model.parameters()).device
     head = model.get_output_embeddings()
+
+    def run(batch: list[int]) -> torch.Tensor:
+        begin(batch)
+        with suppress(_Stop), hooked(head.register_forward_pre_hook(catch)):
+            model(input_ids=padded(prompts, batch, device), use_cache=False)
+        return caught.pop()
+
     with bar(title, prompts.tokens) as advance:
-        for batch in batches(prompts):
-            begin(batch)
-            with suppress(_Stop), hooked(head.register_forward_pre_hook(catch)):
-                model(input_ids=padded(prompts, batch, device), use_cache=False)
-            state = caught.pop()
+        for batch, state in by_halves(batches(prompts), run, prompts.length, title):
             _check_finite(state, title)
             take(batch, state)
             advance(sum(len(prompts.sequences[i]) for i in batch))
@@ -181,7 +185,11 @@ class Readout:
     def logits(
         self, states: torch.Tensor, head: tuple[torch.Tensor, torch.Tensor | None] | None = None
     ) -> torch.Tensor:
-        """The same, differentiable."""
+        """The same, differentiable.
+
+        Raises:
+            UserError: logits are NaN or infinite.
+        """
         own = self._model.get_output_embeddings()
         weight = own.weight if head is None else head[0]
         states = states[None].to(device=own.weight.device, dtype=own.weight.dtype)
@@ -199,7 +207,13 @@ class Readout:
                 del self._decoder.forward
             else:
                 self._decoder.forward = forward
-        return logits[0].float()
+        found = logits[0].float()
+        if not found.amax(-1).isfinite().all():  # a row may bar tokens by -inf, but not all of them
+            raise UserError(
+                f"{self._model.config._name_or_path}: logits are not finite; the output embedding holds NaN or "
+                f"overflows in {own.weight.dtype}, so try 'dtype: bfloat16' or 'float32'."
+            )
+        return found
 
     @property
     def head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -305,24 +319,28 @@ def continuations(
     barred = list(range(rows, own)) if rows is not None and rows < own else None
     device = next(model.parameters()).device
     out: list[TokenSequence] = list(prompts.sequences)
+
+    def write(batch: list[int]) -> list[list[int]]:
+        length = max(len(prompts.sequences[i]) for i in batch)
+        ids = torch.zeros(len(batch), length, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, i in enumerate(batch):
+            own = torch.tensor(prompts.sequences[i].ids)
+            ids[row, length - len(own) :], mask[row, length - len(own) :] = own, 1
+        new: list[list[int]] = model.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=tokens,
+            do_sample=False,
+            num_beams=1,
+            suppress_tokens=barred,
+            eos_token_id=sorted(eos) or None,
+            pad_token_id=min(eos, default=0),
+        )[:, length:].tolist()
+        return new
+
     with bar(title, len(out), "prompts") as advance:
-        for batch in batches(prompts):
-            length = max(len(prompts.sequences[i]) for i in batch)
-            ids = torch.zeros(len(batch), length, dtype=torch.long)
-            mask = torch.zeros_like(ids)
-            for row, i in enumerate(batch):
-                own = torch.tensor(prompts.sequences[i].ids)
-                ids[row, length - len(own) :], mask[row, length - len(own) :] = own, 1
-            written = model.generate(
-                input_ids=ids.to(device),
-                attention_mask=mask.to(device),
-                max_new_tokens=tokens,
-                do_sample=False,
-                num_beams=1,
-                suppress_tokens=barred,
-                eos_token_id=sorted(eos) or None,
-                pad_token_id=min(eos, default=0),
-            )[:, length:].tolist()
+        for batch, written in by_halves(batches(prompts), write, prompts.length, title):
             for row, i in enumerate(batch):
                 end = next((n for n, token in enumerate(written[row]) if token in eos), len(written[row]) - 1) + 1
                 out[i] = with_continuation(prompts.sequences[i], written[row][:end])
@@ -338,15 +356,18 @@ def keep_head(model: PreTrainedModel, store: FeatureStore) -> None:
     path = cache_dir() / "heads" / f"{digest}.safetensors"
     if not path.is_file():
         save_tensors(path, tensors)
-    write_text(store.path / "head", digest)
+    store.save("head", {"digest": torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)})
 
 
 def load_head(store: FeatureStore, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """The output embedding noted in `store`, on the device of `model`; None where it is that of `model` itself."""
-    digest = (store.path / "head").read_text(encoding="ascii")
+    digest = bytes(store.load("head")["digest"].tolist()).hex()
     weight, bias = head_parameters(model)
     if digest == digest_tensors({"weight": weight.cpu()} | ({} if bias is None else {"bias": bias.cpu()})):
         return None
-    tensors = load_tensors(cache_dir() / "heads" / f"{digest}.safetensors", "remove the feature store beside it")
+    path = cache_dir() / "heads" / f"{digest}.safetensors"
+    tensors = load_tensors(path, "remove the feature store beside it")
+    if digest_tensors(tensors) != digest:
+        raise UserError(f"{path} is damaged (its checksum differs); remove it and the feature store beside it.")
     moved = {name: tensor.to(weight) for name, tensor in tensors.items()}
     return moved["weight"], moved.get("bias")

@@ -171,15 +171,16 @@ def run_expert(
         asked = domain.prompts.subset(domain.unanswered)
         store = job.store(domain.expert_print, asked)
         name = f"rollout-{domain.rollout}"
-        if not store.has(name):
-            model = model or job.load(domain.expert)
-            rows = getattr(load_config(job.merged), "vocab_size", None)
-            written = features.continuations(
-                model, asked, set(job.eos), domain.rollout, f"{domain.name}: responses", rows
-            )
-            flat = [token for s, t in zip(asked.sequences, written, strict=True) for token in t.ids[len(s) :]]
-            lengths = [len(t) - len(s) for s, t in zip(asked.sequences, written, strict=True)]
-            store.save(name, {"ids": torch.tensor(flat, dtype=torch.long), "lengths": torch.tensor(lengths)})
+        with store.making(name) as missing:
+            if missing:
+                model = model or job.load(domain.expert)
+                rows = getattr(load_config(job.merged), "vocab_size", None)
+                written = features.continuations(
+                    model, asked, set(job.eos), domain.rollout, f"{domain.name}: responses", rows
+                )
+                flat = [token for s, t in zip(asked.sequences, written, strict=True) for token in t.ids[len(s) :]]
+                lengths = [len(t) - len(s) for s, t in zip(asked.sequences, written, strict=True)]
+                store.save(name, {"ids": torch.tensor(flat, dtype=torch.long), "lengths": torch.tensor(lengths)})
         stored = store.load(name)
         pieces = stored["ids"].split(stored["lengths"].tolist())
         sequences: list[TokenSequence] = list(domain.prompts.sequences)
@@ -187,21 +188,22 @@ def run_expert(
             sequences[i] = with_continuation(sequences[i], piece.tolist())
         domain = replace(domain, prompts=PromptSet(tuple(sequences)), unanswered=())
     store = job.store(domain.expert_print, domain.prompts)
-    missing = [i for i in layers if not store.has(f"layer-{i}")]
-    whole = store.has("final") and store.has("entropy") and (store.path / "head").is_file()
-    if missing or not whole:
-        model = model or job.load(domain.expert)
-        features.keep_head(model, store)
-        features.collect(model, domain.prompts, store, f"{domain.name}: expert", missing, entropies=True)
+    with store.making("head", "final", "entropy", *(f"layer-{i}" for i in layers)) as missing:
+        if missing:
+            model = model or job.load(domain.expert)
+            lacking = [i for i in layers if f"layer-{i}" in missing]
+            features.keep_head(model, store)
+            features.collect(model, domain.prompts, store, f"{domain.name}: expert", lacking, entropies=True)
     return domain, model
 
 
 def run_merged(job: Job, domain: DomainJob, model: PreTrainedModel | None) -> PreTrainedModel | None:
     """Make sure the store holds the merged model's final states on a domain; returns the model if it was needed."""
     store = job.store(job.merged_print, domain.prompts)
-    if not store.has("final"):
-        model = model or job.load(job.merged)
-        features.collect(model, domain.prompts, store, f"{domain.name}: merged", [], entropies=False)
+    with store.making("final") as missing:
+        if missing:
+            model = model or job.load(job.merged)
+            features.collect(model, domain.prompts, store, f"{domain.name}: merged", [], entropies=False)
     return model
 
 

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .checksums import digest_files
 from .errors import UserError
-from .files import digest_files, digest_text, exists, read_json
+from .files import digest_text, exists, read_json
+from .memory import is_out_of_memory, out_of_memory
+from .room import check_memory
 from .streaming import merge_streamed_adapter, streaming_options
 
 if TYPE_CHECKING:
@@ -171,6 +174,8 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device, stream: 
             model = AutoModelForCausalLM.from_pretrained(root.parent, gguf_file=root.name, **options)
         else:
             check_weights(root, list(root.glob("*.safetensors")))
+            if not stream:
+                check_memory(ref, root, dtype, device)
             settings = root / "generation_config.json"
             if settings.is_file() and not isinstance(read_json(settings), dict):
                 raise UserError(f"{settings} is not a JSON object; remove it or make it again.")
@@ -191,6 +196,8 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device, stream: 
             f"The weights of {ref} cannot be read ({_first_line(error)}); fetch or make them again."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(error, f"loading {ref}") from None
         raise UserError(f"{ref} cannot be loaded as a causal LM ({_first_line(error)}).") from None
     if model.get_output_embeddings() is None:
         raise UserError(f"{ref} has no output embedding; mergedarts repairs causal language models.")

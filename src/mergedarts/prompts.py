@@ -63,6 +63,10 @@ class PromptSet:
     def tokens(self) -> int:
         return sum(len(s) for s in self.sequences)
 
+    def length(self, index: int) -> int:
+        """Tokens of one sequence."""
+        return len(self.sequences[index])
+
     @property
     def offsets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """[N + 1] where each sequence begins in the flat token order."""

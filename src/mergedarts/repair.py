@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import __version__
+from .claims import claim
 from .config import Domain, RunFile
 from .correction import Correction
 from .errors import UserError
 from .features import Readout
-from .files import check_replaceable
 from .fit import expert_extras, fit_domain, layers_needed, needs_final
+from .fit.plan import wants_fisher
+from .folders import check_replaceable
 from .heldout import HeldOut
 from .job import DomainJob, Job, check_lengths, prepare, run_expert, run_merged
 from .measures import TokenMeasures, bootstrap, ratio
@@ -28,6 +30,7 @@ from .models import parameter_count
 from .progress import warn
 from .prompts import split
 from .repaired import CONFIG, write_repaired
+from .room import check_features
 from .router import Router
 from .routing import fit_routing, wrong_routing
 
@@ -69,9 +72,16 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
         UserError: bad input (nothing is written), or, with `strict`, a domain that is not improved.
     """
     check_replaceable(out, CONFIG)
+    with claim(out):
+        return _calibrate(run, out, base or Path.cwd())
+
+
+def _calibrate(run: RunFile, out: Path, base: Path) -> dict[str, Any]:
     clock = Clock()
     with clock.stage("prepare"):
-        job = prepare(run, base or Path.cwd())
+        job = prepare(run, base)
+    layers = len(layers_needed(job))
+    check_features(job, layers, layers if wants_fisher(job) else 0)
     domains = []
     for domain in job.domains:
         ready, expert = domain, None
@@ -87,7 +97,7 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
     config["seconds"] = clock.seconds
     for name, given in run.domains.items():
         if given.prompts is not None:
-            config["domains"][name]["source"] = _source(given, base or Path.cwd())
+            config["domains"][name]["source"] = _source(given, base)
     unimproved = [name for name, d in config["domains"].items() if not d["shipped"]]
     if unimproved and run.strict:
         raise UserError(

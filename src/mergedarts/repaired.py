@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .card import model_card
+from .checksums import check_sum, write_sums
 from .config import NAME_PATTERN, parse_run
-from .correction import Correction, load_corrections, save_corrections
+from .correction import FILE, Correction, load_corrections, save_corrections
 from .errors import UserError
-from .files import new_folder, read_json, write_text
+from .files import read_json, write_text
+from .folders import new_folder
 from .job import Job, prepare
 from .models import DTYPES, ModelRef, fingerprint, load_model, load_tokenizer, pick_device
 from .router import UNSURE, Router
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 CONFIG = "darts_config.json"
 ROUTER = "router.safetensors"
-FORMAT = 1
+FORMAT = 2
+MEND = "calibrate again"
 
 
 class _Part(BaseModel):
@@ -85,6 +88,7 @@ class _Source(_Part):
 
 class _Domain(_Part):
     expert: str
+    expert_fingerprint: str
     source: _Source | None = None
     sequences: _Sequences
     parameters: int
@@ -208,12 +212,14 @@ def write_repaired(
             save_tensors(folder / ROUTER, router.tensors())
         write_text(folder / CONFIG, json.dumps(full, indent=2, ensure_ascii=False) + "\n")
         write_text(folder / "README.md", model_card(full, out.name))
+        write_sums(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The `darts_config.json` of a repaired model, checked for its format."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} is not a repaired model (it has no {CONFIG}); make one with 'mergedarts calibrate'.")
+    check_sum(folder, CONFIG, MEND)
     config = read_json(folder / CONFIG)
     try:
         described = Described.model_validate(config)
@@ -224,7 +230,10 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / CONFIG} lacks what a repaired model needs ({where}: {first['msg'].lower()}); calibrate again."
         ) from None
     if described.format != FORMAT:
-        raise UserError(f"{folder} has format {described.format}, this mergedarts reads {FORMAT}; update it.")
+        raise UserError(
+            f"{folder} has format {described.format}, this mergedarts reads {FORMAT}; calibrate again, or use another "
+            "version of it."
+        )
     if set(described.domains) != set(described.sites):
         raise UserError(f"{folder / CONFIG} describes sites of other domains than it names; calibrate again.")
     read: dict[str, Any] = config
@@ -250,12 +259,17 @@ def job_of(folder: Path, device: str | None = None, merged: str | None = None) -
     job = prepare(parse_run(settings, str(folder / CONFIG)), Path.cwd())
     if job.merged_print != config["merged"]["fingerprint"]:
         raise UserError(f"The corrections in {folder} were made for another model than {job.merged} is now.")
+    for domain in job.domains:
+        if domain.expert_print != config["domains"][domain.name]["expert_fingerprint"]:
+            raise UserError(f"The corrections in {folder} were made for another expert than {domain.expert} is now.")
     return job
 
 
 def read_corrections(folder: Path) -> dict[str, Correction]:
     """The corrections of a repaired model by domain."""
-    return load_corrections(folder, read_config(folder)["sites"])
+    config = read_config(folder)
+    check_sum(folder, FILE, MEND)
+    return load_corrections(folder, config["sites"])
 
 
 def read_router(folder: Path) -> Router | None:
@@ -265,7 +279,8 @@ def read_router(folder: Path) -> Router | None:
     if said is None or said.get("note") is not None:
         return None
     path = folder / ROUTER
-    tensors = load_tensors(path, "calibrate again")
+    check_sum(folder, ROUTER, MEND)
+    tensors = load_tensors(path, MEND)
     try:
         router = Router(list(config["domains"]), said["depth"], tensors)
         whole = router.is_consistent()

@@ -1,6 +1,7 @@
 """The feature store: hidden states and entropies on disk, keyed by the content of model and prompts.
 
-Knows files and keys; does not know how the features are made. Every file is a safetensors file that appears whole.
+Knows files and keys; does not know how the features are made. Every file is a safetensors file that appears whole and
+carries a checksum, which is compared once in a process before the file is used.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from .checksums import CRC, check_seal, seal
+from .claims import claim
 from .errors import NoSpaceError, UserError
-from .files import NO_SPACE, cache_dir, digest_text, readable_os_errors
+from .files import NO_SPACE, cache_dir, digest_text, readable_os_errors, temporary_prefix, umask
 from .streaming import mapped
 
 if TYPE_CHECKING:
     from .prompts import PromptSet
 
-VERSION = "2"
+VERSION = "3"
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -45,14 +48,26 @@ class FeatureStore:
     def has(self, name: str) -> bool:
         return (self.path / f"{name}.safetensors").is_file()
 
+    @contextmanager
+    def making(self, *names: str) -> Iterator[list[str]]:
+        """Which of some names are missing; while any is, no other process makes features of this store."""
+        if all(self.has(name) for name in names):
+            yield []
+            return
+        with claim(self.path):
+            yield [name for name in names if not self.has(name)]
+
     def load(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors stored under a name; a broken file is a `UserError` that names it."""
-        return load_tensors(self.path / f"{name}.safetensors", "remove it, and it will be made again")
+        path = self.path / f"{name}.safetensors"
+        check_seal(path)
+        return load_tensors(path, "remove it, and it will be made again")
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Any]:
         """The open file of a name, whose tensors are read when asked for; a broken one is a `UserError`."""
         path = self.path / f"{name}.safetensors"
+        check_seal(path)
         try:
             opened = safe_open(path, "pt")
         except (SafetensorError, OSError) as error:
@@ -79,7 +94,7 @@ class FeatureStore:
         return out
 
     def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        save_tensors(self.path / f"{name}.safetensors", tensors)
+        save_tensors(self.path / f"{name}.safetensors", tensors, CRC, seal)
 
     @contextmanager
     def writers(self, shapes: dict[str, tuple[int, int]], dtype: torch.dtype) -> Iterator[dict[str, RowWriter]]:
@@ -119,18 +134,20 @@ class RowWriter:
         self._dtype = dtype
         size = shape[0] * shape[1] * dtype.itemsize
         entry = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [0, size]}
-        header = json.dumps({"hidden": entry}).encode()
+        header = json.dumps({"__metadata__": CRC, "hidden": entry}).encode()
         header += b" " * (-len(header) % 8)
         self._start = 8 + len(header)
-        self._handle, self._name = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder)
-        os.write(self._handle, struct.pack("<Q", len(header)) + header)
-        os.truncate(self._handle, self._start + size)
+        self._handle, self._name = tempfile.mkstemp(prefix=temporary_prefix(name), suffix=".tmp", dir=folder)
+        self._put(memoryview(struct.pack("<Q", len(header)) + header), 0)
+        _reserve(self._handle, self._start + size)
 
     def write(self, row: int, values: torch.Tensor) -> None:
         """Write [n, width] values from a row on."""
         data = values.detach().to(self._dtype).contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
         at = self._start + row * self._width * self._dtype.itemsize
-        rest = memoryview(data).cast("B")
+        self._put(memoryview(data).cast("B"), at)
+
+    def _put(self, rest: memoryview, at: int) -> None:
         while len(rest):
             done = os.pwrite(self._handle, rest, at)
             rest, at = rest[done:], at + done
@@ -141,6 +158,7 @@ class RowWriter:
             return
         os.close(self._handle)
         self._handle = -1
+        seal(Path(self._name))
         os.replace(self._name, self._target)
 
     def discard(self) -> None:
@@ -150,13 +168,34 @@ class RowWriter:
         Path(self._name).unlink(missing_ok=True)
 
 
-def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file beside `path` and rename it."""
+def _reserve(handle: int, size: int) -> None:
+    """Make a file so long, its place on the disk taken before the work that fills it begins."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(handle, 0, size)
+            return
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise
+    os.truncate(handle, size)
+
+
+def save_tensors(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    metadata: dict[str, str] | None = None,
+    finish: Callable[[Path], None] = lambda path: None,
+) -> None:
+    """Write a safetensors file beside `path`, let `finish` work on it, and rename it."""
     with readable_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        handle, name = tempfile.mkstemp(prefix=temporary_prefix(path.name), suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
         try:
             save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, temporary, metadata=metadata)
+            finish(temporary)
+            temporary.chmod(0o666 & ~umask())
             os.replace(temporary, path)
         except SafetensorError as error:
             raise_if_full(error, path)

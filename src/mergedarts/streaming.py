@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from .errors import UserError
-from .files import cache_dir
+from .files import cache_dir, temporary_prefix
+from .memory import free_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,23 +28,6 @@ SHARE_OF_FREE = 0.7
 def is_streamed(model: PreTrainedModel) -> bool:
     """Whether a model's decoder layers are on disk."""
     return "disk" in (getattr(model, "hf_device_map", None) or {}).values()
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes free on a device; for the CPU, within the limit of a control group where there is one."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
-    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        group = Path("/sys/fs/cgroup") / ("" if limit == "memory.max" else "memory")
-        try:
-            left = [int((group / name).read_text()) for name in (limit, used)]
-        except (OSError, ValueError):
-            continue
-        free = min(free, left[0] - left[1])
-    return free
 
 
 def fits(root: Path, stored: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
@@ -77,7 +61,10 @@ def streaming_options(outline: PreTrainedModel, layers: list[str], device: torch
     # Families whose weights are laid out otherwise in memory than on disk have them written here as they are run.
     scratch = cache_dir() / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
-    return {"device_map": places, "offload_folder": tempfile.TemporaryDirectory(dir=scratch)}
+    return {
+        "device_map": places,
+        "offload_folder": tempfile.TemporaryDirectory(prefix=temporary_prefix("offload"), suffix=".tmp", dir=scratch),
+    }
 
 
 @contextmanager
@@ -173,6 +160,6 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = 1
     for size in shape:
         count *= size
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="states.", suffix=".tmp") as file:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=temporary_prefix("states"), suffix=".tmp") as file:
         file.truncate(max(1, count) * dtype.itemsize)
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype).reshape(shape)

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from .errors import UserError
-from .files import cache_dir, new_folder, write_text
+from .files import cache_dir, write_text
+from .folders import new_folder
 from .merging import merge_cached
 from .models import ModelRef, load_model, load_tokenizer
 from .progress import say
@@ -39,7 +40,7 @@ def base_model() -> Path:
     target = cache_dir() / "testbed" / "SmolLM2-135M-Instruct"
     if (target / "config.json").is_file():
         return target
-    with new_folder(target) as unpacked, tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with new_folder(target) as unpacked, tempfile.TemporaryDirectory(dir=unpacked) as scratch:
         gguf = _fetch(Path(scratch))
         say("unpacking the base model (once)")
         ref = ModelRef(str(gguf))

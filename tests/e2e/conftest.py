@@ -196,6 +196,14 @@ def write_yaml(path: Path, data: Any) -> Path:
     return path
 
 
+def write_config(folder: Path, text: str) -> None:
+    """Change `darts_config.json` and make its checksum anew, as a stranger could."""
+    from mergedarts.checksums import write_sums
+
+    (folder / "darts_config.json").write_text(text)
+    write_sums(folder)
+
+
 @dataclass(frozen=True)
 class World:
     """Paths of the world; `cache` is MERGEDARTS_CACHE."""

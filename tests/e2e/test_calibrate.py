@@ -34,7 +34,7 @@ def test_the_default_repairs_every_domain(world: World, repaired: tuple[Path, Ra
     config = done.json
     on_disk = json.loads((out / "darts_config.json").read_text())
     assert config == {k: v for k, v in on_disk.items() if k in config}
-    files = ["README.md", "corrections.safetensors", "darts_config.json", "router.safetensors"]
+    files = ["README.md", "SHA256SUMS", "corrections.safetensors", "darts_config.json", "router.safetensors"]
     assert sorted(p.name for p in out.iterdir()) == files
     assert list(config["domains"]) == list(DOMAINS)
     for name, entry in config["domains"].items():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import DOMAINS, Ran, World, is_mistake, make_model, ran, save, write_lines, write_yaml
+from .conftest import DOMAINS, Ran, World, is_mistake, make_model, ran, save, write_config, write_lines, write_yaml
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def test_other_examples(world: World, repaired: tuple[Path, Ran], tmp_path: Path
     folder = Path(shutil.copytree(repaired[0], tmp_path / "moved"))
     config = json.loads((folder / "darts_config.json").read_text())
     config["domains"]["code"]["source"]["prompts"] = str(tmp_path / "gone.jsonl")
-    (folder / "darts_config.json").write_text(json.dumps(config))
+    write_config(folder, json.dumps(config))
     is_mistake(ran("diagnose", folder, "--json"), "code", "gone.jsonl", "--prompts code=FILE", "--held-out code=FILE")
     done = ran("diagnose", folder, "--held-out", f"code={other}", "--no-layers", "--json")
     assert done.code == 0, done.err
@@ -119,7 +119,7 @@ def test_a_folder_of_before_prompts_were_recorded(world: World, repaired: tuple[
     config = json.loads((folder / "darts_config.json").read_text())
     for entry in config["domains"].values():
         del entry["source"]
-    (folder / "darts_config.json").write_text(json.dumps(config))
+    write_config(folder, json.dumps(config))
     is_mistake(ran("diagnose", folder), "are not recorded in", "--prompts code=FILE")
     given = [part for d in DOMAINS for part in ("--prompts", f"{d}={world.prompts(d)}")]
     # Two of the domains were written by their experts at another length than the default: that is seen.

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("lm_eval")
 
-from .conftest import Ran, World, environment, is_mistake, listing, ran, write_lines, write_yaml
+from mergedarts.checksums import write_sums
+
+from .conftest import Ran, World, environment, is_mistake, listing, ran, write_config, write_lines, write_yaml
 
 pytestmark = pytest.mark.slow
 
@@ -165,6 +167,7 @@ def test_zeros_score_as_the_bare_model(repaired: tuple[Path, Ran], tasks: Path, 
     zero = Path(shutil.copytree(repaired[0], tmp_path / "zero"))
     tensors = load_file(zero / "corrections.safetensors")
     save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, zero / "corrections.safetensors")
+    write_sums(zero)
     done = ran(
         "evaluate", zero, "--tasks", "choice,write,rolling", "--route", "choice=code,write=chat,rolling=code",
         "--include-path", tasks, "--out", tmp_path / "out", "--json",
@@ -242,6 +245,7 @@ def test_seeds_are_pooled(world: World, repaired: tuple[Path, Ran], tasks: Path,
     other = Path(shutil.copytree(repaired[0], tmp_path / "other"))
     tensors = load_file(other / "corrections.safetensors")
     save_file({name: 1.5 * tensor for name, tensor in tensors.items()}, other / "corrections.safetensors")
+    write_sums(other)
     done = ran(
         "evaluate", repaired[0], other, "--tasks", "choice", "--route", "choice=code", "--include-path", tasks, "--json"
     )
@@ -287,7 +291,7 @@ def test_mistakes(world: World, repaired: tuple[Path, Ran], tasks: Path, tmp_pat
     is_mistake(ran("evaluate", out, "--tasks", "choice", "--include-path", tmp_path / "no"), "no", "--include-path")
     unrouted = Path(shutil.copytree(out, tmp_path / "unrouted"))
     config = json.loads((unrouted / "darts_config.json").read_text())
-    (unrouted / "darts_config.json").write_text(json.dumps(config | {"router": None}))
+    write_config(unrouted, json.dumps(config | {"router": None}))
     before = listing(tmp_path)
     is_mistake(ran("evaluate", unrouted, "--tasks", "choice", "--route", "choice=code", "--router", *include), "router")
     is_mistake(evaluate(repaired, tasks, "choice", "--dtype", "float99"), "float99")
@@ -308,7 +312,7 @@ def test_another_expert_is_refused(world: World, repaired: tuple[Path, Ran], tas
     moved = Path(shutil.copytree(repaired[0], tmp_path / "moved"))
     config = json.loads((moved / "darts_config.json").read_text())
     config["domains"]["code"]["expert_fingerprint"] = "0" * 32
-    (moved / "darts_config.json").write_text(json.dumps(config))
+    write_config(moved, json.dumps(config))
     done = ran("evaluate", moved, "--tasks", "choice", "--route", "choice=code", "--include-path", tasks, "--limit", 2)
     is_mistake(done, world.expert("code"), "'code'")
 

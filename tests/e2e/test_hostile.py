@@ -24,6 +24,7 @@ from .conftest import (
     make_tokenizer,
     ran,
     save,
+    write_config,
     write_lines,
     write_yaml,
 )
@@ -54,6 +55,7 @@ def test_a_repaired_folder_cannot_switch_remote_code_on(world: World, surgery: P
     config = json.loads((model / "config.json").read_text())
     config |= {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}, "model_type": "evil"}
     (model / "config.json").write_text(json.dumps(config))
+    (model / "SHA256SUMS").unlink()
     (model / "evil.py").write_text(
         f"import pathlib\npathlib.Path({str(tmp_path / 'pwned')!r}).touch()\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -64,7 +66,7 @@ def test_a_repaired_folder_cannot_switch_remote_code_on(world: World, surgery: P
     settings["merged"] |= {
         "model": str(model), "fingerprint": fingerprint(ModelRef(str(model))), "trust_remote_code": True,
     }  # fmt: skip
-    (folder / "darts_config.json").write_text(json.dumps(settings))
+    write_config(folder, json.dumps(settings))
     is_mistake(ran("generate", folder, "--domain", "none", "--prompt", "x", "--max-new-tokens", "2"))
     assert not (tmp_path / "pwned").exists()
 
@@ -75,7 +77,7 @@ def test_info_of_a_strangers_folder_cannot_steer_the_terminal(surgery: Path, tmp
     config["merged"]["model"] = "\x1b[5mm"
     config["domains"]["code"] |= {"expert": "\x1b]0;title\x07", "notes": ["\x1b[2J\r[red]x"]}
     config["settings"]["preset"] = "\x1b[31m"
-    (folder / "darts_config.json").write_text(json.dumps(config))
+    write_config(folder, json.dumps(config))
     shown = ran("info", folder)
     assert shown.code in (0, 2)
     assert all(c.isprintable() or c in "\n\t" for c in shown.out + shown.err), repr(shown.out)
@@ -118,7 +120,7 @@ def test_any_value_of_another_type_in_darts_config(surgery: Path, tmp_path: Path
             for key in path[:-1]:
                 at = at[key]
             at[path[-1]] = value
-            (folder / "darts_config.json").write_text(json.dumps(config))
+            write_config(folder, json.dumps(config))
             try:
                 shown = ran("info", folder)
             except Exception as error:

@@ -10,7 +10,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from .conftest import DOMAINS, Ran, World, is_mistake, listing, make_model, ran, started, write_lines, write_yaml
+from mergedarts.checksums import write_sums
+
+from .conftest import (
+    DOMAINS,
+    Ran,
+    World,
+    is_mistake,
+    listing,
+    make_model,
+    ran,
+    started,
+    write_config,
+    write_lines,
+    write_yaml,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -45,19 +59,21 @@ def test_info_mistakes(repaired: tuple[Path, Ran], tmp_path: Path) -> None:
     config = spoiled / "darts_config.json"
     good = config.read_text()
     for text in ("", "[]", "{", '{"format": 1}', "null", "\x80"):
-        config.write_text(text)
+        write_config(spoiled, text)
         is_mistake(ran("info", spoiled), "darts_config.json")
-    config.write_text(json.dumps(json.loads(good) | {"format": 99}))
+    write_config(spoiled, json.dumps(json.loads(good) | {"format": 99}))
     is_mistake(ran("info", spoiled), "99")
     for key in ("merged", "domains", "sites", "parameters", "settings"):
         for value in (None, 3, [], {}):
-            config.write_text(json.dumps(json.loads(good) | {key: value}))
+            write_config(spoiled, json.dumps(json.loads(good) | {key: value}))
             is_mistake(ran("info", spoiled))
-    config.write_text(good)
+    write_config(spoiled, good)
     weights = spoiled / "corrections.safetensors"
     whole = weights.read_bytes()
     for data in (b"", whole[:-20], b"\0" * 64, b"garbage" * 40):
         weights.write_bytes(data)
+        is_mistake(ran("info", spoiled), "corrections.safetensors", "checksum", "calibrate")
+        write_sums(spoiled)  # a stranger's folder may say of itself what it likes
         is_mistake(ran("info", spoiled), "corrections.safetensors", "calibrate")
     weights.unlink()
     is_mistake(ran("info", spoiled), "corrections.safetensors")
@@ -71,6 +87,7 @@ def test_tensors_of_other_shapes_are_said(repaired: tuple[Path, Ran], tmp_path: 
     tensors = load_file(spoiled / "corrections.safetensors")
     name = next(k for k in tensors if k.endswith("up.weight"))
     save_file(tensors | {name: torch.zeros(5, 3)}, spoiled / "corrections.safetensors")
+    write_sums(spoiled)
     is_mistake(ran("generate", spoiled, "--domain", name.split(".")[0], "--prompt", "hi", "--max-new-tokens", "2"))
 
 
@@ -162,6 +179,7 @@ def test_another_merged_model_is_refused(world: World, repaired: tuple[Path, Ran
     for leftover in other.glob("model-*"):
         leftover.unlink()
     (other / "model.safetensors.index.json").unlink(missing_ok=True)
+    (other / "SHA256SUMS").unlink()
     is_mistake(ran("generate", tmp_path / "out", "--domain", "code", "--prompt", "x"), str(other), "another model")
     shutil.rmtree(other)
     is_mistake(ran("generate", tmp_path / "out", "--domain", "code", "--prompt", "x"), str(other), "gone")

@@ -45,7 +45,7 @@ def evaluate(
 
     from ..evaluation import alpaca, report
     from ..evaluation.compare import Models, evaluate_repaired
-    from ..files import check_replaceable
+    from ..folders import check_replaceable
 
     disable_progress_bar()
     if target is not None:

@@ -9,6 +9,9 @@ import json
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -27,6 +30,10 @@ app = typer.Typer(
 )
 
 out = Console()
+
+#: Seconds after Ctrl-C in which a run may tidy up.
+GRACE = 1.5
+INTERRUPTED = "interrupted; the same command goes on from what is in the feature store."
 
 
 def _version(value: bool) -> None:
@@ -73,21 +80,62 @@ def _interrupt(*_: object) -> None:
 
 def run() -> None:
     """Entry point: exit code 2 and one sentence for a `UserError`, 130 for Ctrl-C; a bug keeps its traceback."""
-    from . import calibrate, demo, diagnose, evaluate, export, generate, info, merge  # noqa: F401  (they register)
-
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed
     signal.signal(signal.SIGINT, _interrupt)
     try:
-        app(standalone_mode=True)
+        with _grace():
+            from . import calibrate, demo, diagnose, evaluate, export, generate, info, merge  # noqa: F401  (they register)
+
+            for stream in (sys.stdout, sys.stderr):
+                if hasattr(stream, "reconfigure"):
+                    stream.reconfigure(errors="replace")
+            app(standalone_mode=True)
     except _Interrupted:
-        print("interrupted; the same command goes on from what is in the feature store.", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         sys.exit(130)
     except UserError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(clean(str(error)))}", highlight=False, soft_wrap=True)
+        _say(error)
         sys.exit(2)
+    except Exception as error:
+        from ..memory import is_out_of_memory, out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        _say(out_of_memory(error, "The work"))
+        sys.exit(2)
+
+
+def _say(error: UserError) -> None:
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(clean(str(error)))}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _grace() -> Iterator[None]:
+    """End the process GRACE seconds after Ctrl-C where it is then still inside some library's long call.
+
+    Python's own handler runs between two steps of the interpreter alone; the operating system's writes to a pipe at
+    once, and a thread reads it. Temporary files that are left are swept by the next run.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    over = threading.Event()
+
+    def watch() -> None:
+        while signals := os.read(reader, 64):
+            if signal.SIGINT in signals and not over.wait(GRACE):
+                shown = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides the cursor
+                os.write(2, f"{shown}{INTERRUPTED}\n".encode())
+                os._exit(130)
+        os.close(reader)
+
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        os.close(writer)
 
 
 def clean(text: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..claims import made_once
 from ..config import Domain
 from ..errors import UserError
 from ..features import continuations
@@ -111,10 +112,12 @@ def outputs(models: Models, domain: str, instructions: list[Instruction], new_to
     texts = [instruction.text for instruction in instructions]
     written = {}
     for name, (print_, make) in makers.items():
-        path = cache_dir() / "outputs" / f"{digest_text(print_, str(new_tokens), *texts)}.json"
-        if not path.is_file():
-            write_text(path, json.dumps(_answers(make(), texts, new_tokens), ensure_ascii=False))
-        written[name] = list(read_json(path))
+        path = cache_dir() / "outputs" / f"{digest_text(print_, str(new_tokens), *texts)}.checked"
+
+        def work(make: Callable[[], Any] = make) -> str:
+            return json.dumps(_answers(make(), texts, new_tokens), ensure_ascii=False)
+
+        written[name] = list(json.loads(made_once(path, work)))
     return written
 
 

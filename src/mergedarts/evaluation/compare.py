@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..checksums import digest_files
 from ..errors import UserError
-from ..files import digest_files, digest_text
+from ..files import digest_text
 from ..job import return_memory
 from ..models import DTYPES, ModelRef, fingerprint, load_model, load_tokenizer, pick_device
 from ..progress import say

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..claims import made_once
 from ..errors import UserError
-from ..files import cache_dir, digest_text, read_json, write_text
+from ..files import cache_dir, digest_text
 from .code_eval import refused_code_eval, sandboxed, sandboxed_code_eval
 
 if TYPE_CHECKING:
@@ -154,10 +155,12 @@ def evaluate(tasks: Tasks, task: str, model: str, make: Callable[[], CausalLM]) 
         make: gives the model ready to run; called only where the scores are not in the store.
     """
     ready, settings = tasks.load(task), tasks.settings
-    path = cache_dir() / "evaluations" / f"{_key(ready, model, settings)}.json"
-    if not path.is_file():
-        write_text(path, json.dumps(_run(ready, make(), settings), default=str, ensure_ascii=False))
-    return _scores(read_json(path))
+    path = cache_dir() / "evaluations" / f"{_key(ready, model, settings)}.checked"
+
+    def work() -> str:
+        return json.dumps(_run(ready, make(), settings), default=str, ensure_ascii=False)
+
+    return _scores(json.loads(made_once(path, work)))
 
 
 def _run(task: Any, lm: CausalLM, settings: Settings) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ..claims import made_once
 from ..errors import UserError
-from ..files import cache_dir, digest_text, read_json, write_text
+from ..files import cache_dir, digest_text
 from ..models import ModelRef, fingerprint, load_model, load_tokenizer, pick_device
 
 QUESTION = """Two assistants answered the same instruction. Say which answer is better: more helpful, more accurate, \
@@ -122,9 +123,11 @@ def preference(judge: Judge, instruction: str, reference: str, output: str) -> f
 
     Kept on disk, so that a judge is asked once.
     """
-    path = cache_dir() / "judgements" / f"{digest_text(QUESTION, judge.name, instruction, reference, output)}.json"
-    if not path.is_file():
+    path = cache_dir() / "judgements" / f"{digest_text(QUESTION, judge.name, instruction, reference, output)}.checked"
+
+    def work() -> str:
         forth = judge.first_is_better(QUESTION.format(instruction=instruction, first=output, second=reference))
         back = judge.first_is_better(QUESTION.format(instruction=instruction, first=reference, second=output))
-        write_text(path, json.dumps(1 + (forth + 1 - back) / 2))
-    return float(read_json(path))
+        return json.dumps(1 + (forth + 1 - back) / 2)
+
+    return float(json.loads(made_once(path, work)))

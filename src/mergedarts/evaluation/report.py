@@ -14,7 +14,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ..files import new_folder, write_text
+from ..files import write_text
+from ..folders import new_folder
 from .compare import Evaluation, Row
 from .statistics import Estimate
 
@@ -110,9 +111,12 @@ def write(evaluation: Evaluation, folder: Path) -> None:
         lines = [json.dumps(entry, ensure_ascii=False, default=str) for entry in evaluation.answers]
         write_text(out / "answers.jsonl", "".join(f"{line}\n" for line in lines))
         if evaluation.rows:
+            from matplotlib import rc_context
+
             figure = forest(evaluation)
             figure.savefig(out / "forest.png", dpi=160)
-            figure.savefig(out / "forest.svg")
+            with rc_context({"svg.hashsalt": MARKER}):  # the same figure is the same file
+                figure.savefig(out / "forest.svg", metadata={"Date": None})
 
 
 def forest(evaluation: Evaluation) -> Any:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import __version__
+from ..checksums import write_sums
 from ..errors import UserError
 from ..features import Readout
-from ..files import check_replaceable, new_folder, write_text
+from ..files import write_text
+from ..folders import check_replaceable, new_folder
 from ..heldout import HeldOut
 from ..job import Job, run_expert
 from ..measures import TokenMeasures, bootstrap, ratio
@@ -97,6 +99,7 @@ def export(
         for name in said.get("domains", {}):
             if (target / name).is_dir():
                 write_text(target / name / "README.md", card)
+        write_sums(target)
     return said
 
 

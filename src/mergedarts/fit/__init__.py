@@ -51,20 +51,23 @@ def expert_extras(job: Job, domain: DomainJob, fitted: list[int], expert: PreTra
 
     Loads the expert where something is missing and it is not at hand.
     """
-    if wants_weights(job) and not job.weights_store(domain).has(WEIGHTS):
-        expert = expert or job.load(domain.expert)
-        keep_weights(expert, job.weights_store(domain))
+    if wants_weights(job):
+        with job.weights_store(domain).making(WEIGHTS) as missing:
+            if missing:
+                expert = expert or job.load(domain.expert)
+                keep_weights(expert, job.weights_store(domain))
     if not wants_fisher(job):
         return
     store = job.store(domain.expert_print, domain.prompts)
-    wanted = layers_of(job, load_config(job.merged).num_hidden_layers)
     chosen = metric_sequences(domain.prompts, fitted)
-    missing = [i for i in wanted if not store.has(fisher_name(chosen, i))]
-    if missing:
-        collect_fisher(
-            expert or job.load(domain.expert), domain.prompts, chosen, missing, store,
-            partial(fisher_name, chosen), job.run.fit.seed, f"{domain.name}: expert's metric",
-        )  # fmt: skip
+    names = {i: fisher_name(chosen, i) for i in layers_of(job, load_config(job.merged).num_hidden_layers)}
+    with store.making(*names.values()) as missing:
+        if missing:
+            collect_fisher(
+                expert or job.load(domain.expert), domain.prompts, chosen,
+                [i for i, name in names.items() if name in missing], store,
+                partial(fisher_name, chosen), job.run.fit.seed, f"{domain.name}: expert's metric",
+            )  # fmt: skip
 
 
 def fit_domain(job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, fitted: list[int]) -> FitResult:

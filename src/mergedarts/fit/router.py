@@ -73,8 +73,13 @@ def prompt_means(
         prompts: the parts of the sequences that come before the last response.
     """
     name = f"prompt-means-{digest_text(repr(template))[:12]}"
-    if store.has(name):
-        return store.load(name)["means"]
+    with store.making(name) as missing:
+        if missing:
+            store.save(name, {"means": _prompt_means(model, prompts, template, title)})
+    return store.load(name)["means"]
+
+
+def _prompt_means(model: PreTrainedModel, prompts: PromptSet, template: Template, title: str) -> torch.Tensor:
     layers = [layer for _, layer in decoder_layers(model)]
     out = torch.empty(len(prompts.sequences), len(layers) + 1, model.get_output_embeddings().weight.shape[1])
     current: list[int] = []
@@ -101,7 +106,6 @@ def prompt_means(
     hooks += [layer.register_forward_hook(leave(i + 1)) for i, layer in enumerate(layers)]
     with hooked(*hooks):
         final_states(model, prompts, lambda batch, state: None, title, begin)
-    store.save(name, {"means": out})
     return out
 
 

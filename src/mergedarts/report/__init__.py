@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ..drift.types import Drift
 from ..errors import UserError
-from ..files import check_replaceable, new_folder, write_text
+from ..files import write_text
+from ..folders import check_replaceable, new_folder
 from .figures import Picture, pictures
 from .tables import summary, systematic_table
 from .text import number, visible
