@@ -268,9 +268,7 @@ def test_degenerate_numbers(world: World, tmp_path: Path, case: str, changes: di
         run["domains"]["code"]["expert"] = str(edited(expert, tmp_path / "expert", constant))
     if case == "few tokens":
         two = write_lines(tmp_path / "p.jsonl", [{"prompt": "a", "response": "b"}] * 2)
-        run["domains"]["code"]["prompts"] = str(
-            write_lines(tmp_path / "p.jsonl", [{"prompt": "a", "response": "b"}] * 2)
-        )
+        run["domains"]["code"]["prompts"] = str(two)
         run["correction"] = {**run.get("correction", {}), "rank": 30}
     if case == "no entropy":
         sure = edited(expert, tmp_path / "sure", lambda tensors: tensors["lm_head.weight"].mul_(3e4))
