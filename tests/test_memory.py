@@ -147,3 +147,32 @@ def test_words():
     assert in_words(3 << 29) == "1.5 GiB"
     assert in_words(5 << 20) == "5 MiB"
     assert 0 < free_memory() < 1 << 50
+
+
+def test_the_metric_and_layers_are_the_same_with_less_memory(monkeypatch):
+    from mergedarts.fit.fisher import collect_fisher, load_metric
+    from mergedarts.layerwise import LayerRunner
+    from mergedarts.store import FeatureStore
+
+    model, prompts = tiny("llama"), prompt_set((9, 8, 8, 5, 5, 3))
+
+    def metric(name):
+        store = FeatureStore(name, prompts.digest, torch.float32)
+        collect_fisher(model, prompts, [0, 1, 2, 4, 5], [0, 1], store, "fisher-{}".format, 0, "x")
+        return load_metric(store, "fisher-1").matrix
+
+    def stream():
+        runner = LayerRunner(model, prompts)
+        for _ in range(2):
+            list(runner.step())
+        return runner.states
+
+    metric_before, stream_before = metric("whole"), stream()
+    decoder = model.get_decoder()
+    with planted(decoder, 20):
+        torch.testing.assert_close(metric("halves"), metric_before, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(stream(), stream_before, atol=1e-5, rtol=1e-4)
+    with planted(decoder, 8), pytest.raises(OutOfMemoryError, match="one sequence of 9 tokens"):
+        metric("none")
+    with planted(decoder, 8), pytest.raises(OutOfMemoryError, match="layer 0: one sequence of 9 tokens"):
+        stream()

@@ -15,6 +15,7 @@ from torch import nn
 
 from .errors import UserError
 from .features import batches, hooked, padded, state_of
+from .memory import by_halves, is_out_of_memory
 from .models import decoder_layers
 from .prompts import PromptSet
 from .streaming import in_memory, is_streamed, mapped
@@ -68,11 +69,10 @@ class LayerRunner:
         self._prompts = prompts
         self._begin = begin
         self.batches = batches(prompts, tokens)
-        self._rows = [
-            [slice(int(prompts.offsets[i]), int(prompts.offsets[i + 1])) for i in batch] for batch in self.batches
-        ]
+        self._offsets = prompts.offsets.tolist()
         self.current: tuple[torch.Tensor, torch.Tensor] = (torch.zeros(0, dtype=torch.bool), torch.zeros(0))
-        self.depth, self.states = (0, self._first()) if start is None else start
+        self.depth = 0 if start is None else start[0]
+        self.states = self._first() if start is None else start[1]
 
     @property
     def layers(self) -> int:
@@ -93,27 +93,37 @@ class LayerRunner:
             caught.append(_hidden(args, kwargs))
             raise _Stop
 
+        def run(batch: list[int]) -> torch.Tensor:
+            with suppress(_Stop):
+                self._decoder(input_ids=padded(self._prompts, batch, self._device), use_cache=False)
+            return caught.pop()
+
         flat: torch.Tensor | None = None
         first = self._stack.layers[0]
         with resting([first]), hooked(first.register_forward_pre_hook(catch, with_kwargs=True)):
-            for number, batch in enumerate(self.batches):
-                with suppress(_Stop):
-                    self._decoder(input_ids=padded(self._prompts, batch, self._device), use_cache=False)
-                state = caught.pop()
+            for batch, state in self._each(run):
                 flat = self.room(state) if flat is None else flat
-                self._put(flat, number, state)
+                self._put(flat, batch, state)
         assert flat is not None
         return flat
 
-    def _take(self, flat: torch.Tensor, number: int, ids: torch.Tensor) -> torch.Tensor:
+    def _each(self, run: Callable[[list[int]], torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """What a run of each batch gives, or of smaller ones where memory does not suffice."""
+        return by_halves(self.batches, run, self._prompts.length, f"layer {self.depth}")
+
+    def _rows(self, batch: list[int]) -> list[slice]:
+        """Where the sequences of a batch are in flat token order."""
+        return [slice(self._offsets[i], self._offsets[i + 1]) for i in batch]
+
+    def _take(self, flat: torch.Tensor, batch: list[int], ids: torch.Tensor) -> torch.Tensor:
         """[B, T, d] a batch of a flat [tokens, d], zero where it is padded."""
         state = torch.zeros(*ids.shape, flat.shape[1], dtype=flat.dtype, device=self._device)
-        for row, where in enumerate(self._rows[number]):
+        for row, where in enumerate(self._rows(batch)):
             state[row, : where.stop - where.start] = flat[where].to(self._device)
         return state
 
-    def _put(self, flat: torch.Tensor, number: int, state: torch.Tensor) -> None:
-        for row, where in enumerate(self._rows[number]):
+    def _put(self, flat: torch.Tensor, batch: list[int], state: torch.Tensor) -> None:
+        for row, where in enumerate(self._rows(batch)):
             flat[where] = state[row, : where.stop - where.start].cpu()
 
     def step(self) -> Iterator[int]:
@@ -129,25 +139,30 @@ class LayerRunner:
 
     @torch.inference_mode()
     def _layer(self, out: torch.Tensor | None) -> Iterator[int]:
+        def run(batch: list[int]) -> torch.Tensor:
+            ids = padded(self._prompts, batch, self._device)
+            lengths = torch.tensor([where.stop - where.start for where in self._rows(batch)])
+            real = torch.arange(ids.shape[1]) < lengths[:, None]
+            self.current = (real, torch.cat([torch.arange(w.start, w.stop) for w in self._rows(batch)]))
+            self._begin(batch)
+            return self._stack.run(self.depth, ids, self._take(self.states, batch, ids))
+
         with in_memory(self._stack.layers[self.depth]):
-            for number, batch in enumerate(self.batches):
-                ids = padded(self._prompts, batch, self._device)
-                lengths = torch.tensor([where.stop - where.start for where in self._rows[number]])
-                real = torch.arange(ids.shape[1]) < lengths[:, None]
-                self.current = (real, torch.cat([torch.arange(w.start, w.stop) for w in self._rows[number]]))
-                self._begin(batch)
-                state = self._stack.run(self.depth, ids, self._take(self.states, number, ids))
+            for batch, state in self._each(run):
                 if out is not None:
-                    self._put(out, number, state)
-                yield int(lengths.sum())
+                    self._put(out, batch, state)
+                yield sum(map(self._prompts.length, batch))
 
     @torch.inference_mode()
     def final(self) -> Iterator[tuple[list[int], torch.Tensor]]:
         """After the last layer: batches of sequence indices and the input of the output embedding [B, T, d]."""
-        for number, batch in enumerate(self.batches):
+
+        def run(batch: list[int]) -> torch.Tensor:
             ids = padded(self._prompts, batch, self._device)
             self._begin(batch)
-            yield batch, self._stack.rest(self._model, ids, self._take(self.states, number, ids))
+            return self._stack.rest(self._model, ids, self._take(self.states, batch, ids))
+
+        yield from self._each(run)
 
     def pull_rest(self, score: Callable[[list[int], torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The gradient [tokens, d] with respect to the states after the last layer.
@@ -156,13 +171,16 @@ class LayerRunner:
             score: of a batch of sequence indices and the input of the output embedding [B, T, d], the gradient there.
         """
         gradient = self.room()
-        for number, batch in enumerate(self.batches):
+
+        def run(batch: list[int]) -> torch.Tensor:
             ids = padded(self._prompts, batch, self._device)
             with torch.enable_grad():
-                state = self._take(self.states, number, ids).requires_grad_()
+                state = self._take(self.states, batch, ids).requires_grad_()
                 final = self._stack.rest(self._model, ids, state)
-                (found,) = torch.autograd.grad(final, state, score(batch, final.detach()))
-            self._put(gradient, number, found)
+                return torch.autograd.grad(final, state, score(batch, final.detach()))[0]
+
+        for batch, found in self._each(run):
+            self._put(gradient, batch, found)
         return gradient
 
     def pull(self, gradient: torch.Tensor) -> Iterator[int]:
@@ -170,15 +188,18 @@ class LayerRunner:
 
         `gradient` [tokens, d] with respect to its output becomes that with respect to its input.
         """
+
+        def run(batch: list[int]) -> torch.Tensor:
+            ids = padded(self._prompts, batch, self._device)
+            with torch.enable_grad():
+                state = self._take(self.states, batch, ids).requires_grad_()
+                out = self._stack.run(self.depth, ids, state)
+                return torch.autograd.grad(out, state, self._take(gradient, batch, ids))[0]
+
         with in_memory(self._stack.layers[self.depth]):
-            for number, batch in enumerate(self.batches):
-                ids = padded(self._prompts, batch, self._device)
-                with torch.enable_grad():
-                    state = self._take(self.states, number, ids).requires_grad_()
-                    out = self._stack.run(self.depth, ids, state)
-                    (found,) = torch.autograd.grad(out, state, self._take(gradient, number, ids))
-                self._put(gradient, number, found)
-                yield sum(where.stop - where.start for where in self._rows[number])
+            for batch, found in self._each(run):
+                self._put(gradient, batch, found)
+                yield sum(map(self._prompts.length, batch))
 
 
 class Stack:
@@ -222,7 +243,9 @@ class Stack:
                 try:
                     alone = self.run(depth, ids, alone)
                     other = self.run(depth, others, other)
-                except (KeyError, AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+                except (KeyError, AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+                    if is_out_of_memory(error):
+                        raise
                     # What the layer reads from others was never made in this pass.
                     raise shared from None
             if not torch.equal(alone, state_of(outputs[depth])):

@@ -33,9 +33,11 @@ def generate(
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise UserError("The prompt is empty; give --prompt TEXT or write it to stdin.")
-    from ..prompts import check_text
+    from ..prompts import MAX_CHARACTERS, check_text
 
     check_text(text, "the prompt")
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"The prompt has more than {MAX_CHARACTERS:,} characters; cut it.")
     quiet_libraries()
     from ..generation import answer
 

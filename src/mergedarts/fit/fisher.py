@@ -18,6 +18,7 @@ import torch
 
 from ..features import Readout, batches, hooked, padded, state_of
 from ..layerwise import LayerRunner
+from ..memory import by_halves
 from ..models import decoder_layers
 from ..progress import bar
 from ..prompts import PromptSet, TokenSequence
@@ -143,18 +144,22 @@ def _resident(
         ),
         model.get_decoder().register_forward_hook(lambda m, i, o: final.append(o[0])),
     ]
+
+    def run(batch: list[int]) -> tuple[torch.Tensor, ...]:
+        try:
+            model.get_decoder()(input_ids=padded(part, batch, device), use_cache=False)
+            gradient = _final_gradient(readout, batch, final[-1].detach(), predicts, uniform)
+            return torch.autograd.grad(final[-1], [states[i] for i in sums], gradient)
+        finally:  # they hold the graph, and with it every layer's activations
+            states.clear()
+            final.clear()
+
     with hooked(*hooks), bar(title, part.tokens) as advance, torch.enable_grad():
-        for batch in batches(part, BATCH_TOKENS):
-            ids = padded(part, batch, device)
-            model.get_decoder()(input_ids=ids, use_cache=False)
-            state = final.pop()
-            gradient = _final_gradient(readout, batch, state.detach(), predicts, uniform)
-            taken = torch.autograd.grad(state, [states[i] for i in sums], gradient)
-            mask = _rows(batch, predicts, ids.shape[1])
-            real = _rows(batch, [torch.ones_like(p) for p in predicts], ids.shape[1])
+        for batch, taken in by_halves(batches(part, BATCH_TOKENS), run, part.length, title):
+            mask = _rows(batch, predicts, taken[0].shape[1])
+            real = _rows(batch, [torch.ones_like(p) for p in predicts], taken[0].shape[1])
             for layer, g in zip(sums.values(), taken, strict=True):
                 layer.add(g[real.to(device)], mask[real])
-            states.clear()
             advance(int(real.sum()))
     yield from list(sums)
 
