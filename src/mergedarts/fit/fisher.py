@@ -148,8 +148,9 @@ def _resident(
     def run(batch: list[int]) -> tuple[torch.Tensor, ...]:
         try:
             model.get_decoder()(input_ids=padded(part, batch, device), use_cache=False)
-            gradient = _final_gradient(readout, batch, final[-1].detach(), predicts, uniform)
-            return torch.autograd.grad(final[-1], [states[i] for i in sums], gradient)
+            state = final.pop()
+            gradient = _final_gradient(readout, batch, state.detach(), predicts, uniform)
+            return torch.autograd.grad(state, [states[i] for i in sums], gradient)
         finally:  # they hold the graph, and with it every layer's activations
             states.clear()
             final.clear()
