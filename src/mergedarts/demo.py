@@ -82,7 +82,7 @@ def demo(samples: int = 50, examples: int = 30, speak: bool = True) -> DemoResul
     for name, preset in reversed(VARIANTS):
         say(f"calibrating {name}")
         folders[name] = cache_dir() / "testbed" / "repaired" / name
-        run = parse_run(settings | {"preset": preset, "router": preset == "default"})
+        run = parse_run(settings | {"preset": preset, "router": False})
         result = calibrate(run, folders[name])
         for stage, seconds in result["seconds"].items():
             key = f"{name}: fit" if stage == "fit" else stage
