@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: Rows of the demo's table between merged and expert: name, preset and what it is.
 VARIANTS = (("surgery", "surgery"), ("darts", "paper"), ("repaired", "default"))
-NEW_TOKENS = 40
+NEW_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DemoResult:
     report: Path | None
 
 
-def demo(samples: int = 50, examples: int = 30, speak: bool = True) -> DemoResult:
+def demo(samples: int = 50, examples: int = 20, speak: bool = True) -> DemoResult:
     """Run the testbed from nothing.
 
     Args:

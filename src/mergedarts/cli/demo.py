@@ -15,7 +15,7 @@ from .main import app, clean, emit, out, quiet_libraries
 @app.command()
 def demo(
     samples: int = typer.Option(50, min=2, help="Calibration prompts a domain."),
-    examples: int = typer.Option(30, min=2, help="Held-out examples a domain that are measured."),
+    examples: int = typer.Option(20, min=2, help="Held-out examples a domain that are measured."),
     speak: bool = typer.Option(True, help="Let each model answer one prompt a domain."),
     as_json: bool = typer.Option(False, "--json", help="Print the measures as JSON."),
 ) -> None:
