@@ -281,8 +281,10 @@ def load_yaml(path: Path) -> tuple[Any, dict[tuple[Any, ...], int]]:
     except yaml.MarkedYAMLError as error:
         where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{where}: not valid YAML ({error.problem or error.context}).") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"{path} is not valid YAML ({str(error).splitlines()[0][:120]}).") from None
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        # A tag such as !!timestamp on a value that is none fails inside the library in its own ways.
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise UserError(f"{path} is not valid YAML ({reason}).") from None
 
 
 def _index(
