@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mergedarts import checksums
-from mergedarts.checksums import read_sums, write_sums
 from mergedarts.card import model_card
+from mergedarts.checksums import read_sums, write_sums
 from mergedarts.cli.tables import held_out_table, routing_table
 from mergedarts.config import Domain, RunFile, read_run_file
 from mergedarts.correction import FILE, Correction, Position
