@@ -225,6 +225,10 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+#: How the library fails at a tag such as !!timestamp on a value that is none.
+_LIBRARY_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice and keeps the line of every key."""
 
@@ -281,8 +285,18 @@ def load_yaml(path: Path) -> tuple[Any, dict[tuple[Any, ...], int]]:
     except yaml.MarkedYAMLError as error:
         where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{where}: not valid YAML ({error.problem or error.context}).") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"{path} is not valid YAML ({str(error).splitlines()[0][:120]}).") from None
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+    ) as error:
+        # A tag such as !!timestamp on a value that is none fails inside the library in its own ways.
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise UserError(f"{path} is not valid YAML ({reason}).") from None
 
 
 def _index(

@@ -120,7 +120,7 @@ def final_states(
 
     with bar(title, prompts.tokens) as advance:
         for batch, state in by_halves(batches(prompts), run, prompts.length, title):
-            _check_finite(state, title)
+            check_finite(state, title)
             take(batch, state)
             advance(sum(len(prompts.sequences[i]) for i in batch))
 
@@ -144,11 +144,12 @@ def _streamed_states(
                 advance(tokens)
             done(runner.depth - 1)
         for batch, state in runner.final():
-            _check_finite(state, title)
+            check_finite(state, title)
             take(batch, state)
 
 
-def _check_finite(state: torch.Tensor, title: str) -> None:
+def check_finite(state: torch.Tensor, title: str) -> None:
+    """Raise `UserError` where hidden states hold NaN or infinity."""
     if not torch.isfinite(state).all():
         raise UserError(
             f"{title}: hidden states are not finite; the weights hold NaN or overflow in "

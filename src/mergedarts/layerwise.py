@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .errors import UserError
-from .features import batches, hooked, padded, state_of
+from .features import batches, check_finite, hooked, padded, state_of
 from .memory import by_halves, is_out_of_memory
 from .models import decoder_layers
 from .prompts import PromptSet
@@ -248,6 +248,7 @@ class Stack:
                         raise
                     # What the layer reads from others was never made in this pass.
                     raise shared from None
+            check_finite(state_of(outputs[depth]), f"{type(self._decoder).__name__}, layer {depth}")
             if not torch.equal(alone, state_of(outputs[depth])):
                 raise shared
 

@@ -58,7 +58,7 @@ class _HeldOut(_Part):
     merged: _Means
     repaired: _Means
     expert: _Means
-    share_closed: float | None = None
+    share_closed: float | None
     share_closed_ci: list[float] | None = Field(None, min_length=2, max_length=2)
 
 
@@ -78,6 +78,12 @@ class _Choices(_Part):
     probes: list[_Choice] = []
     svd_share: float = Field(0.0, ge=0, lt=1)
     svd_share_kl: dict[str, float] = {}
+
+    @model_validator(mode="after")
+    def _chosen(self) -> _Choices:
+        if self.svd_share_kl and "svd_share" not in self.model_fields_set:
+            raise ValueError("no share of weight updates was chosen")
+        return self
 
 
 class _Source(_Part):
@@ -163,8 +169,9 @@ class _Router(_Part):
 
     @model_validator(mode="after")
     def _whole(self) -> _Router:
-        if self.note is None and self.held_out is None:
-            raise ValueError("neither a note nor held-out figures")
+        needed = {"depth", "layers", "second_pass", "parameters", "kl"}
+        if self.note is None and (self.held_out is None or not needed <= self.model_fields_set):
+            raise ValueError("neither a note nor all that is said of a router")
         return self
 
 

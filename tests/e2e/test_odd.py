@@ -366,3 +366,16 @@ def test_a_real_limit_on_memory(tmp_path: Path) -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_an_expert_that_changed_since_the_repair(world: World, tmp_path: Path) -> None:
+    """What is measured against another expert than the one that was fitted to says nothing."""
+    expert = Path(shutil.copytree(world.root / "models" / "code", tmp_path / "expert"))
+    calibrated(with_models(world, world.merged, expert, **QUICK), tmp_path)
+    assert ran("diagnose", tmp_path / "out", "--no-layers", "--json").code == 0
+    for path in expert.glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    for command in (("diagnose", tmp_path / "out", "--json"),
+                    ("export", tmp_path / "out", "--format", "lora", "--out", tmp_path / "lora")):  # fmt: skip
+        is_mistake(ran(*command), str(expert), "another expert")

@@ -15,7 +15,7 @@ ODD = (
 
 text = st.one_of(st.sampled_from(ODD), st.text(max_size=20), st.lists(st.sampled_from(ODD), max_size=4).map("".join))
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), text, st.sampled_from([0, -1, 1 << 40, 10**30, 0.5])
+    st.none(), st.booleans(), st.integers(), st.floats(), text, st.sampled_from([0, -1, 1 << 40, 10**30, 10**400, 0.5])
 )
 data = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4), max_leaves=12

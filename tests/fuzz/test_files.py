@@ -12,7 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mergedarts import checksums
+from mergedarts.card import model_card
 from mergedarts.checksums import read_sums, write_sums
+from mergedarts.cli.tables import held_out_table, routing_table
 from mergedarts.config import Domain, RunFile, read_run_file
 from mergedarts.correction import FILE, Correction, Position
 from mergedarts.errors import UserError
@@ -33,7 +35,6 @@ def sentence(error, name):
     """One line that ends like a sentence and names the file."""
     said = str(error)
     assert name in said, said
-    assert "\n" not in said.strip() or "�" in said, said
     assert said.rstrip()[-1] in ".?)", said
 
 
@@ -171,7 +172,12 @@ ENTRY = {
 DESCRIBED = {
     "mergedarts": "0", "merged": {"model": "m", "fingerprint": "f", "parameters": 99},
     "domains": {"code": ENTRY, "maths": ENTRY}, "parameters": {"added": 9, "share": 0.1},
-    "router": {"depth": 1, "held_out": {"sequences": 0, "accuracy": None, "chosen": {}}},
+    "router": {
+        "depth": 1, "layers": 2, "second_pass": True, "parameters": 9, "kl": {"code": {"code": 0.1, "unsure": 0.2}},
+        "held_out": {"sequences": 2, "accuracy": 0.5, "chosen": {
+            "code": {"code": 1, "maths": 0, "unsure": 0}, "maths": {"code": 1, "maths": 0, "unsure": 0},
+        }},
+    },
     "settings": {
         "preset": "default", "budget": 0.1, "dtype": "float32", "correction": {"form": "auto"},
         "fit": {"method": "adam", "loss": "l1", "seed": 0, "holdout": 0.2},
@@ -196,12 +202,17 @@ def repaired(tmp_path_factory):
 
 
 def read_folder(folder):
-    """What a folder says, or None where it is refused by name."""
+    """What a folder says, or None where it is refused by name; what is read can be shown."""
     try:
-        return read_config(folder), read_corrections(folder), read_router(folder)
+        found = read_config(folder), read_corrections(folder), read_router(folder)
     except UserError as error:
         sentence(error, folder.name)
         return None
+    assert model_card(found[0], "name").startswith("---")
+    held_out_table(found[0])
+    if (found[0].get("router") or {}).get("kl"):
+        routing_table(found[0])
+    return found
 
 
 @given(st.data(), st.sampled_from([CONFIG, FILE, "router.safetensors", "SHA256SUMS"]), st.booleans())
@@ -224,7 +235,7 @@ def test_spoiled_folders(repaired, tmp_path, draw, name, sealed):
             assert all(torch.isfinite(p).all() for p in correction.parameters()), domain
 
 
-@given(st.data(), data)
+@given(st.data(), data | st.just("remove"))
 def test_values_of_any_shape_in_darts_config(repaired, tmp_path, draw, value):
     config = json.loads(repaired[CONFIG])
     at = config
@@ -234,7 +245,10 @@ def test_values_of_any_shape_in_darts_config(repaired, tmp_path, draw, value):
         if not isinstance(inner, dict | list) or not inner or draw.draw(st.booleans()):
             break
         at = inner
-    at[key] = value
+    if value == "remove":
+        del at[key]
+    else:
+        at[key] = value
     folder = tmp_path / "repaired"
     folder.mkdir(exist_ok=True)
     for other, whole in repaired.items():

@@ -106,7 +106,8 @@ def run() -> None:
 
 
 def _say(error: UserError) -> None:
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(clean(str(error)))}", highlight=False, soft_wrap=True)
+    text = clean(str(error)).replace("\n", "�")  # one line, whatever a file or key is called
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

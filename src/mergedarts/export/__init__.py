@@ -99,6 +99,7 @@ def export(
         for name in said.get("domains", {}):
             if (target / name).is_dir():
                 write_text(target / name / "README.md", card)
+                write_sums(target / name)  # each adapter is a folder that is used by itself
         write_sums(target)
     return said
 
