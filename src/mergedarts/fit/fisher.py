@@ -95,14 +95,13 @@ def collect_fisher(
     for s in part.sequences:
         uniform.append(_uniform(s, seed, copies[s]))
         copies[s] += 1
-    sums = {i: _Sums(model.get_output_embeddings().weight.shape[1]) for i in layers}
     run = _streamed if is_streamed(model) else _resident
 
     def states_after(layer: int) -> torch.Tensor:
         return store.rows(f"layer-{layer}", prompts, chosen)
 
-    for i in run(model, part, predicts, uniform, sums, states_after, title):
-        store.save(name(i), sums.pop(i).tensors(predicts))
+    for layer, sums in run(model, part, predicts, uniform, layers, states_after, title):
+        store.save(name(layer), sums.tensors(predicts))
 
 
 class _Sums:
@@ -132,11 +131,12 @@ def _resident(
     part: PromptSet,
     predicts: list[torch.Tensor],
     uniform: list[torch.Tensor],
-    sums: dict[int, _Sums],
+    layers: list[int],
     states_after: Callable[[int], torch.Tensor],
     title: str,
-) -> Iterator[int]:
-    """Fill the sums of all layers in one pass over the batches; yields the layers that are done."""
+) -> Iterator[tuple[int, _Sums]]:
+    """All layers' sums in one pass over the batches."""
+    sums = {i: _Sums(model.get_output_embeddings().weight.shape[1]) for i in layers}
     device = next(model.parameters()).device
     named = decoder_layers(model)
     readout = Readout(model)
@@ -168,7 +168,7 @@ def _resident(
             for layer, g in zip(sums.values(), taken, strict=True):
                 layer.add(g[real.to(device)], mask[real])
             advance(int(real.sum()))
-    yield from list(sums)
+    yield from sums.items()
 
 
 def _streamed(
@@ -176,22 +176,23 @@ def _streamed(
     part: PromptSet,
     predicts: list[torch.Tensor],
     uniform: list[torch.Tensor],
-    sums: dict[int, _Sums],
+    layers: list[int],
     states_after: Callable[[int], torch.Tensor],
     title: str,
-) -> Iterator[int]:
+) -> Iterator[tuple[int, _Sums]]:
     """The same layer by layer, last to first, each run again on the states that the store holds of the one before."""
-    last, first = len(decoder_layers(model)) - 1, min(sums)
+    last, first = len(decoder_layers(model)) - 1, min(layers)
     runner = LayerRunner(model, part, start=(last + 1, states_after(last)), tokens=BATCH_TOKENS)
     readout = Readout(model)
     gradient = runner.pull_rest(lambda batch, final: _final_gradient(readout, batch, final, predicts, uniform))
     here = torch.cat(predicts)
     with bar(title, part.tokens * (last - first)) as advance:
         for layer in range(last, first - 1, -1):
-            if layer in sums:
+            if layer in layers:
+                sums = _Sums(gradient.shape[1])
                 for g, mine in zip(gradient.split(BATCH_TOKENS), here.split(BATCH_TOKENS), strict=True):
-                    sums[layer].add(g, mine)
-                yield layer
+                    sums.add(g, mine)
+                yield layer, sums
             if layer > first:
                 runner.depth, runner.states = layer, states_after(layer - 1)
                 for done in runner.pull(gradient):
