@@ -1,7 +1,7 @@
 """Calibrates a model of 3 billion random weights, larger than a limit on memory, streamed from disk.
 
-The limit is one on resident memory: the kernel's own high-water mark of the process (VmHWM), mapped files included, must
-stay below it; nothing is evicted to get there, as a control group would do it.
+The limit is one on resident memory: the kernel's own high-water mark of the process (VmHWM), mapped files included,
+must stay below it; nothing is evicted to get there, as a control group would do it.
 """
 
 from __future__ import annotations

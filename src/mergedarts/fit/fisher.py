@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..distributed import add_up, every, total
 from ..features import Readout, batches, hooked, padded, state_of
 from ..layerwise import LayerRunner
 from ..memory import by_halves
@@ -49,24 +50,29 @@ class Metric:
     prompt: float
 
 
-def metric_sequences(prompts: PromptSet, fitted: list[int]) -> list[int]:
+def metric_sequences(prompts: PromptSet, fitted: list[int], places: list[int] | None = None) -> list[int]:
     """The fitted sequences that a metric is estimated on: a quarter, or as many as predict 800 tokens, in any order.
 
     On the testbed that is as good as all of them, and fewer tokens are not (docs/fit.md). Sequences that predict a
-    response come first.
+    response come first. Of several processes, each is told which of its own are among them.
+
+    Args:
+        places: of each sequence, its place in the set of which these are a process's share.
     """
 
     def order(i: int) -> tuple[bool, bytes]:
         sequence = prompts.sequences[i]
         return not any(sequence.predicts), _digest(sequence)
 
+    mine = {(*order(i), i if places is None else places[i]): i for i in fitted}
+    whole = sorted(every([(key, sum(prompts.sequences[i].predicts)) for key, i in mine.items()]))
     chosen: list[int] = []
     tokens = 0
-    for i in sorted(fitted, key=order):
-        if ONE_IN * len(chosen) >= len(fitted) and tokens >= LEAST_TOKENS:
+    for count, (key, predicted) in enumerate(whole):
+        if ONE_IN * count >= len(whole) and tokens >= LEAST_TOKENS:
             break
-        chosen.append(i)
-        tokens += sum(prompts.sequences[i].predicts)
+        chosen += [mine[key]] if key in mine else []
+        tokens += predicted
     return sorted(chosen)
 
 
@@ -88,7 +94,7 @@ def collect_fisher(
     """
     part = prompts.subset(chosen)
     predicts = [torch.tensor(s.predicts) for s in part.sequences]
-    if not any(p.any() for p in predicts):
+    if total(sum(int(p.sum()) for p in predicts)) == 0:
         predicts = [torch.tensor([True] * (len(s) - 1) + [False]) for s in part.sequences]
     copies: Counter[TokenSequence] = Counter()
     uniform = []
@@ -122,8 +128,10 @@ class _Sums:
     def tensors(self, predicts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """As the store keeps them, given which positions of each sequence predict a response token."""
         response = sum(int(p.sum()) for p in predicts)
-        counts = torch.tensor([response, sum(map(len, predicts)) - response], dtype=torch.float64).clamp(min=1)
-        return {"matrix": (self._matrix / counts[0]).float(), "power": self._power / counts}
+        counts = torch.tensor([response, sum(map(len, predicts)) - response], dtype=torch.float64)
+        matrix, power, counts = add_up(self._matrix, self._power, counts)
+        counts = counts.clamp(min=1)
+        return {"matrix": (matrix / counts[0]).float(), "power": power / counts}
 
 
 def _resident(
@@ -185,7 +193,7 @@ def _streamed(
     runner = LayerRunner(model, part, start=(last + 1, states_after(last)), tokens=BATCH_TOKENS)
     readout = Readout(model)
     gradient = runner.pull_rest(lambda batch, final: _final_gradient(readout, batch, final, predicts, uniform))
-    here = torch.cat(predicts)
+    here = torch.cat([torch.zeros(0, dtype=torch.bool), *predicts])
     with bar(title, part.tokens * (last - first)) as advance:
         for layer in range(last, first - 1, -1):
             if layer in layers:
