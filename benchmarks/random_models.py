@@ -46,7 +46,7 @@ class Shape:
         inside = attention + 3 * self.width * self.feed + 2 * self.width
         return self.layers * inside + 2 * self.vocabulary * self.width + self.width
 
-    def layer(self, index: int, seed: int) -> dict[str, torch.Tensor]:
+    def layer(self, index: int, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
         """Random weights of one decoder layer by name."""
         head = self.width // self.heads
         q, kv = self.heads * head, self.groups * head
@@ -56,7 +56,7 @@ class Shape:
             "mlp.gate_proj": (self.feed, self.width), "mlp.up_proj": (self.feed, self.width),
             "mlp.down_proj": (self.width, self.feed),
         }  # fmt: skip
-        generator = torch.Generator().manual_seed(1000 * seed + index)
+        generator = torch.Generator(device).manual_seed(1000 * seed + index)
         prefix = f"model.layers.{index}."
         out = {prefix + f"{name}.weight": random(shape, generator) for name, shape in shapes.items()}
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -65,10 +65,11 @@ class Shape:
 
 
 def random(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    return (torch.randn(shape, generator=generator) / math.sqrt(shape[1])).bfloat16()
+    """On the generator's device, where a large model is made faster."""
+    return (torch.randn(shape, generator=generator, device=generator.device) / math.sqrt(shape[1])).bfloat16()
 
 
-def build(folder: Path, shape: Shape, seed: int = 0) -> Path:
+def build(folder: Path, shape: Shape, seed: int = 0, device: str = "cpu") -> Path:
     """Write a model, one layer in memory at a time."""
     folder.mkdir(parents=True)
     shape.config.save_pretrained(folder)
@@ -78,7 +79,7 @@ def build(folder: Path, shape: Shape, seed: int = 0) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     table = (shape.vocabulary, shape.width)
     files = {"outside": {
         "model.embed_tokens.weight": random(table, generator), "lm_head.weight": random(table, generator),
@@ -87,7 +88,7 @@ def build(folder: Path, shape: Shape, seed: int = 0) -> Path:
     index: dict[str, str] = {}
     for number in range(-1, shape.layers):
         name = f"layer-{number}" if number >= 0 else "outside"
-        tensors = shape.layer(number, seed) if number >= 0 else files.pop(name)
+        tensors = shape.layer(number, seed, device) if number >= 0 else files.pop(name)
         save_file(tensors, folder / f"{name}.safetensors", metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, f"{name}.safetensors")
         del tensors
@@ -95,14 +96,16 @@ def build(folder: Path, shape: Shape, seed: int = 0) -> Path:
     return folder
 
 
-def relative(source: Path, folder: Path, shape: Shape, changed: list[int], seed: int, share: float = 0.5) -> Path:
+def relative(
+    source: Path, folder: Path, shape: Shape, changed: list[int], seed: int, share: float = 0.5, device: str = "cpu"
+) -> Path:
     """A model that shares files with another but for some layers, which are mixed with random ones."""
     folder.mkdir(parents=True)
     for path in source.iterdir():
         os.link(path, folder / path.name)
     for index in changed:
         name = f"layer-{index}.safetensors"
-        ours, theirs = shape.layer(index, 0), shape.layer(index, seed)
+        ours, theirs = shape.layer(index, 0, device), shape.layer(index, seed, device)
         (folder / name).unlink()
         mixed = {k: ((1 - share) * v.float() + share * theirs[k].float()).bfloat16() for k, v in ours.items()}
         save_file(mixed, folder / name, metadata={"format": "pt"})
