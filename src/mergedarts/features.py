@@ -282,7 +282,7 @@ def collect(
                 nats[rows] = entropy(readout(states)).cpu()
 
     named = decoder_layers(model) if layers else []
-    start = _resumed(store, layers, len(named)) if is_streamed(model) else None
+    start = _resumed(store, prompts, layers, len(named)) if is_streamed(model) else None
     shape = (prompts.tokens, width)
     names = ["final", *(f"layer-{i}" for i in layers)]
     with (
@@ -301,11 +301,14 @@ def collect(
         store.save("entropy", {"entropy": nats})
 
 
-def _resumed(store: FeatureStore, missing: list[int], count: int) -> tuple[int, torch.Tensor] | None:
+def _resumed(
+    store: FeatureStore, prompts: PromptSet, missing: list[int], count: int
+) -> tuple[int, torch.Tensor] | None:
     """Where a streamed pass goes on that was cut short: layers done and the states after them, from the store."""
     first = min(missing, default=count)
     done = [i for i in range(first) if store.has(f"layer-{i}")]
-    return (done[-1] + 1, store.load(f"layer-{done[-1]}")["hidden"]) if done else None
+    whole = list(range(len(prompts.sequences)))
+    return (done[-1] + 1, store.rows(f"layer-{done[-1]}", prompts, whole)) if done else None
 
 
 @torch.inference_mode()

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from .correction import Correction
+from .distributed import gather, total
 from .features import Readout, final_states, load_head
 from .job import DomainJob, Job
-from .measures import TokenMeasures, measure
+from .measures import TokenMeasures, joined, measure
 from .runtime import attach
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class HeldOut:
         predicts, following = torch.from_numpy(prompts.predicts()), torch.from_numpy(prompts.next_ids())
         mine = torch.isin(inside, torch.tensor(chosen)).nonzero().squeeze(-1)
         self.counted = (predicts if predicts.any() else following >= 0)[mine]
-        self.sequence = inside[mine]
+        self.sequence = torch.tensor(domain.whole_places)[inside[mine]]
         self._next = following[mine]
         self._positions = torch.from_numpy(prompts.positions())[mine]
         expert = job.store(domain.expert_print, prompts)
@@ -65,7 +66,7 @@ class HeldOut:
         return self._stored.load("final")["hidden"][self._mine] if self._stored.has("final") else self._run()
 
     def __len__(self) -> int:
-        return int(self.counted.sum())
+        return int(total(int(self.counted.sum())))
 
     def merged(self) -> TokenMeasures:
         """Of the merged model as it is."""
@@ -114,7 +115,7 @@ class HeldOut:
     def measure(self, states: torch.Tensor, own_head: bool = True) -> TokenMeasures:
         """Of final states [m, d], at the tokens that are counted; read by the expert's head unless `own_head`."""
         kept = self.counted
-        return measure(
+        mine = measure(
             self._readout,
             states[kept],
             self.target[kept],
@@ -124,3 +125,4 @@ class HeldOut:
             self.sequence[kept],
             states_head=None if own_head else self.head,
         )
+        return joined(gather(mine))

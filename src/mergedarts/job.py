@@ -16,6 +16,7 @@ import torch
 
 from . import features
 from .config import RunFile
+from .distributed import deal, every, rank, size, total
 from .errors import UserError
 from .merging import merge_cached
 from .models import (
@@ -33,7 +34,7 @@ from .models import (
     pick_device,
 )
 from .progress import say
-from .prompts import Example, PromptSet, TokenSequence, check_tokenizer, encode, read_examples, with_continuation
+from .prompts import Example, PromptSet, TokenSequence, check_tokenizer, encode, read_examples, split, with_continuation
 from .store import FeatureStore
 from .streaming import fits
 
@@ -51,6 +52,53 @@ class DomainJob:
     prompts: PromptSet
     rollout: int
     unanswered: tuple[int, ...]
+    places: tuple[int, ...] | None = None
+
+    @property
+    def whole_places(self) -> list[int]:
+        """Of each sequence here, its place in the domain's set, of which each process has a share."""
+        return list(range(len(self.prompts.sequences))) if self.places is None else list(self.places)
+
+    def numbers(self, chosen: list[int]) -> list[int]:
+        """Of some sequences, their numbers among those that all processes chose."""
+        mine = [self.whole_places[i] for i in chosen]
+        number = {place: i for i, place in enumerate(sorted(every(mine)))}
+        return [number[place] for place in mine]
+
+    def whole(self) -> PromptSet:
+        """The sequences of all processes, in their order."""
+        if self.places is None:
+            return self.prompts
+        pairs = every(list(zip(self.places, self.prompts.sequences, strict=True)))
+        return PromptSet(tuple(sequence for _, sequence in sorted(pairs, key=lambda pair: pair[0])))
+
+    def split(self, holdout: float, seed: int) -> tuple[list[int], list[int]]:
+        """The sequences here that are fitted and those that are held out, of a split of the whole set."""
+        parts = split(int(total(len(self.prompts.sequences))), holdout, seed)
+        fitted, held = ([i for i, place in enumerate(self.whole_places) if place in set(part)] for part in parts)
+        return fitted, held
+
+    def share(self, holdout: float, seed: int) -> DomainJob:
+        """What this process does of a domain.
+
+        Raises:
+            UserError: there are more processes than sequences to fit on or to check on.
+        """
+        if size() == 1:
+            return self
+        parts = split(len(self.prompts.sequences), holdout, seed)
+        lengths = [len(s) for s in self.prompts.sequences]
+        mine: list[int] = []
+        for part in parts:
+            if part and len(part) < size():
+                raise UserError(
+                    f"Domain '{self.name}' has {len(parts[0])} prompts to fit on and {len(parts[1])} held out, too few "
+                    f"for {size()} processes; start fewer, or give more prompts."
+                )
+            mine += [part[i] for i in deal([lengths[i] for i in part])[rank()]]
+        mine.sort()
+        unanswered = tuple(i for i, place in enumerate(mine) if place in set(self.unanswered))
+        return replace(self, prompts=self.prompts.subset(mine), places=tuple(mine), unanswered=unanswered)
 
 
 @dataclass(frozen=True)
@@ -117,7 +165,8 @@ def prepare(run: RunFile, base: Path) -> Job:
         check_tokenizer(examples[name], tokenizer, load_tokenizer(expert), str(merged), str(expert))
         prompts = PromptSet(tuple(encode(examples[name], tokenizer, eos, run.max_tokens)))
         _check_vocabulary(prompts, merged, expert)
-        domains.append(DomainJob(name, expert, expert_print, prompts, domain.rollout, _unanswered(examples[name])))
+        whole = DomainJob(name, expert, expert_print, prompts, domain.rollout, _unanswered(examples[name]))
+        domains.append(whole.share(run.fit.holdout, run.fit.seed))
     dtype = DTYPES[run.dtype]
     stream = _streams(run, merged, dtype, device)
     return Job(run, merged, merged_print, dtype, device, frozenset(eos), tuple(domains), stream)

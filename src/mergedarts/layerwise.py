@@ -43,14 +43,15 @@ class LayerRunner:
         model: a causal LM.
         prompts: the sequences.
         begin: called with a batch of sequence indices before a layer runs on it.
-        start: how many layers are done, and the stream [tokens, d] after them.
+        start: how many layers are done, and the stream [tokens, d] after them, which is written to.
         tokens: padded tokens in a batch.
 
     Raises:
         UserError: the layers share more than the hidden state, so that one at a time is not the model.
 
     Attributes:
-        states: [tokens, d] the stream after `depth` layers, in flat token order; may be replaced by corrected ones.
+        states: [tokens, d] the stream after `depth` layers, in flat token order, moved on in place; may be replaced by
+            corrected ones.
         current: while a layer runs, which places of the batch [B, T] are real tokens, and their flat indices.
     """
 
@@ -128,17 +129,15 @@ class LayerRunner:
 
     def step(self) -> Iterator[int]:
         """Run the next layer over all sequences and move on; yields the tokens done as it goes."""
-        out = self.room()
-        yield from self._layer(out)
-        self.states = out
+        yield from self._layer(True)
         self.depth += 1
 
     def peek(self) -> Iterator[int]:
         """Run the next layer over all sequences for what hooks on its parts see; the states stay."""
-        yield from self._layer(None)
+        yield from self._layer(False)
 
     @torch.inference_mode()
-    def _layer(self, out: torch.Tensor | None) -> Iterator[int]:
+    def _layer(self, moves: bool) -> Iterator[int]:
         def run(batch: list[int]) -> torch.Tensor:
             ids = padded(self._prompts, batch, self._device)
             lengths = torch.tensor([where.stop - where.start for where in self._rows(batch)])
@@ -149,8 +148,8 @@ class LayerRunner:
 
         with in_memory(self._stack.layers[self.depth]):
             for batch, state in self._each(run):
-                if out is not None:
-                    self._put(out, batch, state)
+                if moves:  # a batch's rows are read before they are written, and by no other batch
+                    self._put(self.states, batch, state)
                 yield sum(map(self._prompts.length, batch))
 
     @torch.inference_mode()

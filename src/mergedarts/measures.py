@@ -5,7 +5,7 @@ Knows states, heads and entropies of held-out tokens; runs no decoder and makes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,11 @@ class TokenMeasures:
             total = float(denominator.sum())
             out[name] = float(numerator.sum()) / total if total > 0 else (0.0 if name == "ewl1" else None)
         return out | {"tokens": len(self.kl), "sequences": int(self.sequence.unique().numel())}
+
+
+def joined(parts: list[TokenMeasures]) -> TokenMeasures:
+    """Measures of several sets of tokens as of one."""
+    return TokenMeasures(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(TokenMeasures)))
 
 
 def measure(

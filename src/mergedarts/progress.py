@@ -12,7 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from .distributed import rank
+
 console = Console(stderr=True)
+
+
+def _shown() -> bool:
+    """Of several processes, the first speaks."""
+    return console.is_terminal and rank() == 0
+
 
 _open: list[Progress] = []
 
@@ -32,7 +40,7 @@ def bar(description: str, total: float, unit: str = "tokens") -> Iterator[Callab
         yield lambda amount: progress.advance(task, amount)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, disable=not _shown()) as progress:
         _open.append(progress)
         try:
             task = progress.add_task(description, total=total, unit=unit)
@@ -43,10 +51,11 @@ def bar(description: str, total: float, unit: str = "tokens") -> Iterator[Callab
 
 def say(message: str) -> None:
     """One line for a person who watches; shown on a terminal only."""
-    if console.is_terminal:
+    if _shown():
         console.print(message, highlight=False, markup=False)
 
 
 def warn(message: str) -> None:
     """One line that a person must see, terminal or not."""
-    console.print(f"warning: {message}", highlight=False, markup=False, soft_wrap=True)
+    if rank() == 0:
+        console.print(f"warning: {message}", highlight=False, markup=False, soft_wrap=True)

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import __version__
+from . import __version__, distributed
 from .claims import claim
 from .config import Domain, RunFile
 from .correction import Correction
 from .errors import UserError
 from .features import Readout
-from .fit import expert_extras, fit_domain, layers_needed, needs_final
+from .fit import check_processes, expert_extras, fit_domain, layers_needed, needs_final
 from .fit.plan import wants_fisher
 from .folders import check_replaceable
 from .heldout import HeldOut
@@ -28,7 +28,6 @@ from .job import DomainJob, Job, check_lengths, prepare, run_expert, run_merged
 from .measures import TokenMeasures, bootstrap, ratio
 from .models import parameter_count
 from .progress import warn
-from .prompts import split
 from .repaired import CONFIG, write_repaired
 from .room import check_features
 from .router import Router
@@ -71,21 +70,22 @@ def calibrate(run: RunFile, out: Path, base: Path | None = None) -> dict[str, An
     Raises:
         UserError: bad input (nothing is written), or, with `strict`, a domain that is not improved.
     """
-    check_replaceable(out, CONFIG)
-    with claim(out):
+    with distributed.group(), claim(out) if distributed.rank() == 0 else nullcontext():
         return _calibrate(run, out, base or Path.cwd())
 
 
 def _calibrate(run: RunFile, out: Path, base: Path) -> dict[str, Any]:
     clock = Clock()
-    with clock.stage("prepare"):
+    with clock.stage("prepare"), distributed.together():
+        check_replaceable(out, CONFIG)
         job = prepare(run, base)
-    layers = len(layers_needed(job))
-    check_features(job, layers, layers if wants_fisher(job) else 0)
+        check_processes(job)
+        layers = len(layers_needed(job))
+        check_features(job, layers, layers if wants_fisher(job) else 0)
     domains = []
     for domain in job.domains:
         ready, expert = domain, None
-        with clock.stage("expert features"):
+        with clock.stage("expert features"), distributed.together():
             if domain.prompts.sequences:
                 ready, expert = run_expert(job, domain, layers_needed(job))
                 check_lengths(ready)
@@ -103,7 +103,8 @@ def _calibrate(run: RunFile, out: Path, base: Path) -> dict[str, Any]:
         raise UserError(
             f"Domain '{unimproved[0]}' is not improved on held-out prompts ('strict'); nothing was written."
         )
-    write_repaired(out, config, corrections, router)
+    if distributed.rank() == 0:
+        write_repaired(out, config, corrections, router)
     return config
 
 
@@ -135,7 +136,7 @@ def _repair(
         else:
             corrections[domain.name] = Correction()
             warn(f"domain '{domain.name}' is not improved on held-out prompts and ships uncorrected.")
-        notes = result.notes
+        notes, whole = result.notes, domain.whole()
         if not held:
             notes = [*notes, "nothing was held out, so whether the repair helps was not measured."]
         for note in notes:
@@ -143,9 +144,9 @@ def _repair(
         described[domain.name] = {
             "expert": str(domain.expert),
             "expert_fingerprint": domain.expert_print,
-            "prompts": domain.prompts.digest,
-            "sequences": {"fit": len(fitted), "held_out": len(held)},
-            "tokens": domain.prompts.tokens,
+            "prompts": whole.digest,
+            "sequences": {"fit": int(distributed.total(len(fitted))), "held_out": int(distributed.total(len(held)))},
+            "tokens": whole.tokens,
             "parameters": corrections[domain.name].parameter_count,
             "shipped": shipped,
             "held_out": table,
@@ -193,7 +194,7 @@ def _source(domain: Domain, base: Path) -> dict[str, Any]:
 
 def split_of(job: Job, domain: DomainJob) -> tuple[list[int], list[int]]:
     """The sequences a domain is fitted on, and those it is checked on."""
-    return split(len(domain.prompts.sequences), job.run.fit.holdout, job.run.fit.seed)
+    return domain.split(job.run.fit.holdout, job.run.fit.seed)
 
 
 def _check(check: HeldOut | None, correction: Correction) -> tuple[bool, dict[str, Any] | None]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .correction import Correction
+from .distributed import every
 from .errors import UserError
 from .fit.router import FOLDS, Template, choose_depth, prompt_means, prompt_part
 from .heldout import HeldOut
@@ -46,15 +47,18 @@ def fit_routing(
     if bare:
         return None, {"note": f"no router was fitted: domain '{bare[0]}' has no prompts."}
     parts = [PromptSet(tuple(prompt_part(s) for s in domain.prompts.sequences)) for domain in domains]
-    template = Template.of([s.ids for part in parts for s in part.sequences])
+    template = Template.of(every([s.ids for part in parts for s in part.sequences]))
     names = [domain.name for domain in domains]
     rows: dict[str, list[torch.Tensor]] = {"fit": [], "held": []}
     for domain, part, (fitted, held) in zip(domains, parts, splits, strict=True):
         store = job.store(job.merged_print, part)
         means = prompt_means(model, part, template, store, f"{domain.name}: prompts for the router")
         # A prompt that is nothing but the template has no mean.
-        rows["fit"].append(means[fitted][means[fitted][:, 0, 0].isfinite()])
-        rows["held"].append(means[held])
+        for key, mine in (("fit", fitted), ("held", held)):
+            pairs = every([(domain.whole_places[i], means[i]) for i in mine])
+            ordered = [mean for _, mean in sorted(pairs, key=lambda pair: pair[0])]
+            rows[key].append(torch.stack(ordered) if ordered else means[:0])
+        rows["fit"][-1] = rows["fit"][-1][rows["fit"][-1][:, 0, 0].isfinite()]
     few = [name for name, x in zip(names, rows["fit"], strict=True) if len(x) < FOLDS]
     if few:
         return None, {"note": f"no router was fitted: it needs {FOLDS} different prompts of domain '{few[0]}'."}

@@ -38,9 +38,12 @@ def calibrate(
     quiet_libraries()
     from .. import repair
     from ..card import describe_routing
+    from ..distributed import rank
     from .tables import held_out_table
 
     result = repair.calibrate(run, target, run_file.parent)
+    if rank() > 0:
+        return
     if as_json:
         emit(result)
     else:

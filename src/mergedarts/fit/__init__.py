@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..correction import Correction, Position
+from ..distributed import gather, size
+from ..errors import UserError
 from ..features import Readout
 from ..job import DomainJob, Job
 from ..models import load_config, parameter_count
@@ -41,6 +43,15 @@ def layers_needed(job: Job) -> list[int]:
     return layers_of(job, count) if wants_depth(job) else []
 
 
+def check_processes(job: Job) -> None:
+    """Raise `UserError` where a fit needs all tokens in one process, and there are more."""
+    if size() > 1 and (not wants_depth(job) or wants_weights(job)):
+        raise UserError(
+            "Several processes fit corrections in depth only; run this fit in one, or set 'correction.svd_share: 0' "
+            "where the budget would pay for weight updates."
+        )
+
+
 def needs_final(job: Job) -> bool:
     """Whether a fit reads the merged model's final states."""
     return not wants_depth(job) and not wants_weights(job)
@@ -59,13 +70,14 @@ def expert_extras(job: Job, domain: DomainJob, fitted: list[int], expert: PreTra
     if not wants_fisher(job):
         return
     store = job.store(domain.expert_print, domain.prompts)
-    chosen = metric_sequences(domain.prompts, fitted)
+    chosen = metric_sequences(domain.prompts, fitted, domain.whole_places)
     names = {i: fisher_name(chosen, i) for i in layers_of(job, load_config(job.merged).num_hidden_layers)}
     with store.making(*names.values()) as missing:
-        if missing:
+        # Summed over all processes: what one of them lacks, all make.
+        lacking = sorted(set().union(*gather({i for i, name in names.items() if name in missing})))
+        if lacking:
             collect_fisher(
-                expert or job.load(domain.expert), domain.prompts, chosen,
-                [i for i, name in names.items() if name in missing], store,
+                expert or job.load(domain.expert), domain.prompts, chosen, lacking, store,
                 partial(fisher_name, chosen), job.run.fit.seed, f"{domain.name}: expert's metric",
             )  # fmt: skip
 

@@ -20,6 +20,7 @@ import torch
 from scipy.linalg import lapack
 
 from ..correction import Kind, Position, SiteCorrection
+from ..distributed import add_up
 from .eigen import leading
 
 #: Condition number of the scaled input matrix beyond which a solve is not to be trusted: products of features are
@@ -71,6 +72,11 @@ class Statistics:
             xd[n:] += heavy.T @ t.cpu().double()
         xx[:n, n:] = xx[n:, :n].T
         return cls((xx + xx.T) / 2, xd, (dd + dd.T) / 2, float(weights.double().sum()), f.shape[1])
+
+    def summed(self) -> Statistics:
+        """Over the tokens of all processes."""
+        xx, xd, dd, weight = add_up(self.xx, self.xd, self.dd, torch.tensor(self.weight, dtype=torch.float64))
+        return Statistics(xx, xd, dd, float(weight), self.functions)
 
     def penalised(self, penalty: torch.Tensor) -> Statistics:
         """With a ridge [k] on the position functions, in units of weight."""

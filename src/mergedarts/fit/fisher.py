@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..distributed import add_up, every, total
 from ..features import Readout, batches, hooked, padded, state_of
 from ..layerwise import LayerRunner
 from ..memory import by_halves
@@ -49,24 +50,29 @@ class Metric:
     prompt: float
 
 
-def metric_sequences(prompts: PromptSet, fitted: list[int]) -> list[int]:
+def metric_sequences(prompts: PromptSet, fitted: list[int], places: list[int] | None = None) -> list[int]:
     """The fitted sequences that a metric is estimated on: a quarter, or as many as predict 800 tokens, in any order.
 
     On the testbed that is as good as all of them, and fewer tokens are not (docs/fit.md). Sequences that predict a
-    response come first.
+    response come first. Of several processes, each is told which of its own are among them.
+
+    Args:
+        places: of each sequence, its place in the set of which these are a process's share.
     """
 
     def order(i: int) -> tuple[bool, bytes]:
         sequence = prompts.sequences[i]
         return not any(sequence.predicts), _digest(sequence)
 
+    mine = {(*order(i), i if places is None else places[i]): i for i in fitted}
+    whole = sorted(every([(key, sum(prompts.sequences[i].predicts)) for key, i in mine.items()]))
     chosen: list[int] = []
     tokens = 0
-    for i in sorted(fitted, key=order):
-        if ONE_IN * len(chosen) >= len(fitted) and tokens >= LEAST_TOKENS:
+    for count, (key, predicted) in enumerate(whole):
+        if ONE_IN * count >= len(whole) and tokens >= LEAST_TOKENS:
             break
-        chosen.append(i)
-        tokens += sum(prompts.sequences[i].predicts)
+        chosen += [mine[key]] if key in mine else []
+        tokens += predicted
     return sorted(chosen)
 
 
@@ -88,21 +94,20 @@ def collect_fisher(
     """
     part = prompts.subset(chosen)
     predicts = [torch.tensor(s.predicts) for s in part.sequences]
-    if not any(p.any() for p in predicts):
+    if total(sum(int(p.sum()) for p in predicts)) == 0:
         predicts = [torch.tensor([True] * (len(s) - 1) + [False]) for s in part.sequences]
     copies: Counter[TokenSequence] = Counter()
     uniform = []
     for s in part.sequences:
         uniform.append(_uniform(s, seed, copies[s]))
         copies[s] += 1
-    sums = {i: _Sums(model.get_output_embeddings().weight.shape[1]) for i in layers}
     run = _streamed if is_streamed(model) else _resident
 
     def states_after(layer: int) -> torch.Tensor:
         return store.rows(f"layer-{layer}", prompts, chosen)
 
-    for i in run(model, part, predicts, uniform, sums, states_after, title):
-        store.save(name(i), sums.pop(i).tensors(predicts))
+    for layer, sums in run(model, part, predicts, uniform, layers, states_after, title):
+        store.save(name(layer), sums.tensors(predicts))
 
 
 class _Sums:
@@ -123,8 +128,10 @@ class _Sums:
     def tensors(self, predicts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """As the store keeps them, given which positions of each sequence predict a response token."""
         response = sum(int(p.sum()) for p in predicts)
-        counts = torch.tensor([response, sum(map(len, predicts)) - response], dtype=torch.float64).clamp(min=1)
-        return {"matrix": (self._matrix / counts[0]).float(), "power": self._power / counts}
+        counts = torch.tensor([response, sum(map(len, predicts)) - response], dtype=torch.float64)
+        matrix, power, counts = add_up(self._matrix, self._power, counts)
+        counts = counts.clamp(min=1)
+        return {"matrix": (matrix / counts[0]).float(), "power": power / counts}
 
 
 def _resident(
@@ -132,11 +139,12 @@ def _resident(
     part: PromptSet,
     predicts: list[torch.Tensor],
     uniform: list[torch.Tensor],
-    sums: dict[int, _Sums],
+    layers: list[int],
     states_after: Callable[[int], torch.Tensor],
     title: str,
-) -> Iterator[int]:
-    """Fill the sums of all layers in one pass over the batches; yields the layers that are done."""
+) -> Iterator[tuple[int, _Sums]]:
+    """All layers' sums in one pass over the batches."""
+    sums = {i: _Sums(model.get_output_embeddings().weight.shape[1]) for i in layers}
     device = next(model.parameters()).device
     named = decoder_layers(model)
     readout = Readout(model)
@@ -168,7 +176,7 @@ def _resident(
             for layer, g in zip(sums.values(), taken, strict=True):
                 layer.add(g[real.to(device)], mask[real])
             advance(int(real.sum()))
-    yield from list(sums)
+    yield from sums.items()
 
 
 def _streamed(
@@ -176,22 +184,23 @@ def _streamed(
     part: PromptSet,
     predicts: list[torch.Tensor],
     uniform: list[torch.Tensor],
-    sums: dict[int, _Sums],
+    layers: list[int],
     states_after: Callable[[int], torch.Tensor],
     title: str,
-) -> Iterator[int]:
+) -> Iterator[tuple[int, _Sums]]:
     """The same layer by layer, last to first, each run again on the states that the store holds of the one before."""
-    last, first = len(decoder_layers(model)) - 1, min(sums)
+    last, first = len(decoder_layers(model)) - 1, min(layers)
     runner = LayerRunner(model, part, start=(last + 1, states_after(last)), tokens=BATCH_TOKENS)
     readout = Readout(model)
     gradient = runner.pull_rest(lambda batch, final: _final_gradient(readout, batch, final, predicts, uniform))
-    here = torch.cat(predicts)
+    here = torch.cat([torch.zeros(0, dtype=torch.bool), *predicts])
     with bar(title, part.tokens * (last - first)) as advance:
         for layer in range(last, first - 1, -1):
-            if layer in sums:
+            if layer in layers:
+                sums = _Sums(gradient.shape[1])
                 for g, mine in zip(gradient.split(BATCH_TOKENS), here.split(BATCH_TOKENS), strict=True):
-                    sums[layer].add(g, mine)
-                yield layer
+                    sums.add(g, mine)
+                yield layer, sums
             if layer > first:
                 runner.depth, runner.states = layer, states_after(layer - 1)
                 for done in runner.pull(gradient):

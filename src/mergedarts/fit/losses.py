@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from ..distributed import total
+
 
 def token_weights(
     entropy: torch.Tensor, predicts: torch.Tensor, loss: str, gamma: float, prompt_weight: float
@@ -20,16 +22,16 @@ def token_weights(
         prompt_weight: factor on the tokens that do not predict a response.
 
     Returns:
-        [N] float64; uniform over the counted tokens where all entropies are zero.
+        [N] float64, of mean 1 over all processes; uniform over the counted tokens where all entropies are zero.
     """
     weights = torch.ones_like(entropy, dtype=torch.float64)
-    if predicts.any():
+    if total(float(predicts.sum())) > 0:
         weights = torch.where(predicts, weights, torch.full_like(weights, prompt_weight))
     if loss == "ewl1":
         tempered = entropy.double().clamp(min=0) ** gamma
-        if (weights * tempered).sum() > 0:
+        if total(float((weights * tempered).sum())) > 0:
             weights = weights * tempered
-    return weights / weights.mean()
+    return weights / (total(float(weights.sum())) / total(len(weights)))
 
 
 def weighted_l1(corrected: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -245,7 +245,7 @@ def _depth(
     ridges = RIDGES if fit.ridge is None else (fit.ridge,)
     probes = (sites[0], sites[len(sites) // 2], sites[-1]) if len(ridges) > 1 or len(forms) > 1 else ()
     metrics: dict[int, Metric] = {}
-    measured = metric_sequences(domain.prompts, whole)
+    measured = metric_sequences(domain.prompts, whole, domain.whole_places)
 
     def metric(layer: int) -> Metric | None:
         if not wants_fisher(job):
@@ -258,7 +258,7 @@ def _depth(
     result = sweep(
         model, domain.prompts.subset(fitted), lambda layer: data.expert.load(f"layer-{layer}")["hidden"][data.rows],
         lambda layer: data.weights(metric(layer)), metric, SweepSettings(ranks, forms, inside, ridges, probes, written),
-        f"{domain.name}: fit",
+        f"{domain.name}: fit", domain.numbers(fitted),
     )  # fmt: skip
     notes = []
     if result.helped:

@@ -16,12 +16,13 @@ from torch import nn
 
 from ..config import PositionForm
 from ..correction import Correction, Kind, SiteCorrection
+from ..distributed import first, gather, total
 from ..features import hooked
 from ..layerwise import LayerRunner
 from ..models import decoder_layers
 from ..progress import bar
 from ..prompts import PromptSet
-from .closed_form import Ridge, Statistics, choose_ridge, regularised, solve
+from .closed_form import Statistics, choose_ridge, regularised, solve
 from .fisher import Metric
 from .linear import weight_of
 from .positions import functions_of, position_of, table_rows
@@ -71,6 +72,7 @@ def sweep(
     metric: Callable[[int], Metric | None],
     settings: SweepSettings,
     title: str,
+    numbers: list[int] | None = None,
 ) -> SweepResult:
     """Fit sites in order, each on the states that its predecessors have repaired.
 
@@ -81,11 +83,13 @@ def sweep(
         weights: by layer, the weight [tokens] of each token.
         metric: by layer, its Fisher metric, or None for the Euclidean one.
         settings: sites, ranks, positions and ridge.
+        numbers: of each sequence, its number among those that all processes fit on; its place by default.
     """
+    numbers = list(range(len(prompts.sequences))) if numbers is None else numbers
     names = [name for name, _ in decoder_layers(model)]
     runner = LayerRunner(model, prompts)
     positions = torch.from_numpy(prompts.positions())
-    sequence = torch.from_numpy(prompts.sequence_index())
+    sequence = torch.tensor(numbers)[torch.from_numpy(prompts.sequence_index())]
     last = max(settings.ranks, default=-1)
     result = SweepResult(Correction())
     sites: dict[str, SiteCorrection] = {}
@@ -109,10 +113,10 @@ def sweep(
             matrix = None if found is None else regularised(found.matrix)
             site = Site(runner.states, target(layer), weights(layer), positions, sequence, matrix, inputs)
             if layer in settings.probes:
-                form, ridge, errors = site.choose(settings, rank)
+                form, ridge, errors = first(site.choose(settings, rank))
                 result.chosen.append({"layer": layer, "position": form.label, "ridge": ridge, "held_out_error": errors})
-            fitted, solution = site.fit(form, ridge, rank, settings.inside)
-            if solution.helped:
+            fitted, helped = first(site.fit(form, ridge, rank, settings.inside))
+            if helped:
                 result.helped.append(name)
             sites[name] = fitted
             runner.states = apply_site(fitted, runner.states, positions, inputs)
@@ -154,22 +158,23 @@ class Site:
         self._x = (states if inputs is None else inputs)[kept].float()
         self._difference = target[kept].float() - states[kept].float()
         self._weights, self._positions = weights[kept], positions[kept]
-        self._fold = sequence[kept].unique(return_inverse=True)[1] % FOLDS
+        self._fold = sequence[kept] % FOLDS
+        self._last = torch.tensor([max(gather(int(self._positions.max())))])
         self._metric = metric
 
     def statistics(self, form: PositionForm, rows: torch.Tensor | None = None) -> Statistics:
         """Of all tokens, or of some."""
-        f, penalty = functions_of(position_of(form, self._positions), self._positions)
+        f, penalty = functions_of(position_of(form, self._last), self._positions)
         chosen = torch.ones_like(self._positions, dtype=torch.bool) if rows is None else rows
-        made = Statistics.of(self._x[chosen], f[chosen], self._difference[chosen], self._weights[chosen])
-        return made.penalised(penalty * float(chosen.double().mean()))
+        made = Statistics.of(self._x[chosen], f[chosen], self._difference[chosen], self._weights[chosen]).summed()
+        return made.penalised(penalty * total(int(chosen.sum())) / total(len(chosen)))
 
     def choose(self, settings: SweepSettings, rank: int) -> tuple[PositionForm, float, dict[str, float]]:
         """Position form and ridge of least error on held-out folds, and the error of each relative to none."""
         errors: dict[str, float] = {}
         best = (float("inf"), settings.forms[0], settings.ridges[0])
         for form in settings.forms:
-            folds = [self.statistics(form, self._fold == i) for i in range(FOLDS) if (self._fold == i).any()]
+            folds = [part for i in range(FOLDS) if (part := self.statistics(form, self._fold == i)).weight > 0]
             if len(folds) < 2:
                 return settings.forms[0], settings.ridges[-1], {}
             ridge, scores = choose_ridge(folds, settings.ridges, rank, self._metric, settings.inside)
@@ -178,13 +183,13 @@ class Site:
                 best = (scores[ridge], form, ridge)
         return best[1], best[2], errors
 
-    def fit(self, form: PositionForm, ridge: float, rank: int, inside: bool) -> tuple[SiteCorrection, Ridge]:
-        """The correction of some rank."""
-        position = position_of(form, self._positions)
+    def fit(self, form: PositionForm, ridge: float, rank: int, inside: bool) -> tuple[SiteCorrection, bool]:
+        """The correction of some rank, and whether the ridge had to be raised."""
+        position = position_of(form, self._last)
         ridged = solve(self.statistics(form), ridge, self._metric, inside)
         solution = ridged.at_rank(rank)
         rows = table_rows(position, solution.functions)
-        return replace(solution, functions=rows).site(self._kind, position), ridged
+        return replace(solution, functions=rows).site(self._kind, position), ridged.helped
 
 
 def apply_site(
