@@ -109,6 +109,23 @@ def test_an_adapter_is_merged_as_layers_are_read(tmp_path):
     assert all(on_disk(streamed))
 
 
+def test_a_weight_at_the_address_of_a_tied_one_is_read_from_disk(tmp_path):
+    base = tiny("llama")
+    base.save_pretrained(tmp_path)
+    streamed = load_model(ModelRef(str(tmp_path)), torch.bfloat16, CPU, stream=True)
+    module = streamed.get_submodule("model.layers.1.mlp.up_proj")
+    hook = next(h for h in getattr(module._hf_hook, "hooks", [module._hf_hook]) if h.offload)
+    weight = hook.weights_map["weight"]
+    other = torch.zeros(3, 3)
+    for part in streamed.modules():
+        for known in getattr(getattr(part, "_hf_hook", None), "hooks", [getattr(part, "_hf_hook", None)]):
+            if getattr(known, "tied_params_map", None) is not None:
+                known.tied_params_map[weight.data_ptr()] = {CPU: other, "cpu": other}
+    hook.weights_map = {"weight": weight}
+    with in_memory(module):
+        assert torch.equal(module.weight, weight)
+
+
 def test_an_adapter_that_is_more_than_a_change_of_weights_is_refused(tmp_path):
     base = tiny("llama")
     base.save_pretrained(tmp_path / "base")

@@ -19,7 +19,7 @@ from .errors import UserError
 from .files import digest_text, exists, read_json
 from .memory import is_out_of_memory, out_of_memory
 from .room import check_memory
-from .streaming import merge_streamed_adapter, streaming_options
+from .streaming import forget_ties, merge_streamed_adapter, streaming_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -187,6 +187,8 @@ def load_model(ref: ModelRef, dtype: torch.dtype, device: torch.device, stream: 
                     f"The weights of {ref.model} lack {min(found['missing_keys'])}, which would be random; "
                     "fetch or make them again."
                 )
+        if stream:
+            forget_ties(model)
         if ref.adapter and stream:
             merge_streamed_adapter(model, outline.__wrapped__(ref), _adapter_folder(ref.adapter))
         elif ref.adapter:

@@ -89,6 +89,17 @@ def _offloads(module: nn.Module) -> list[Any]:
     return [h for h in getattr(hook, "hooks", [hook]) if getattr(h, "offload", False)]
 
 
+def forget_ties(model: PreTrainedModel) -> None:
+    """Have no weight that is read from disk taken for a tied one that is in memory.
+
+    accelerate knows tied weights by their address. Where one has been replaced since, as by an adapter, a weight that
+    is read later may lie at its old address, and would be given the other's values.
+    """
+    for module in model.modules():
+        for hook in _offloads(module):
+            hook.tied_params_map, hook.tied_params_names = None, set()
+
+
 def merge_streamed_adapter(model: PreTrainedModel, outline: PreTrainedModel, root: Path) -> None:
     """Have an adapter merged into each weight as it is read, by PEFT's own arithmetic.
 
