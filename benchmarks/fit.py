@@ -1,8 +1,9 @@
 """What each way of repairing is worth at its parameters: presets, closed forms, budgets, and a truncated-SVD LoRA.
 
 One run on the testbed, every variant on the same features and the same held-out examples; prints a table, or JSON with
-`--json`. `--experts DIR --merged DIR` measures other experts (folders `math`, `code`, `instruct`), such as full
-fine-tunes made by `testbed/train.py --full`.
+`--json`. `--keep FILE` writes each domain down once it is measured; a run that was cut goes on from there.
+`--experts DIR --merged DIR` measures other experts (folders `math`, `code`, `instruct`), such as full fine-tunes made by
+`testbed/train.py --full`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mergedarts import testbed
 from mergedarts.cli.main import quiet_libraries
 from mergedarts.config import Domain, parse_run
 from mergedarts.features import Readout
+from mergedarts.files import write_text
 from mergedarts.fit import expert_extras, fit_domain
 from mergedarts.heldout import HeldOut
 from mergedarts.job import prepare, run_expert, run_merged, with_eval_prompts
@@ -73,22 +75,41 @@ def main() -> None:
     parser.add_argument("--experts", type=Path, help="folder with an expert for each domain")
     parser.add_argument("--merged", type=Path, help="their merge")
     parser.add_argument("--data", type=Path, help="folder with DOMAIN_calib.jsonl and DOMAIN_eval.jsonl")
+    parser.add_argument("--keep", type=Path, help="file for the domains measured so far")
     args = parser.parse_args()
     quiet_libraries()
-    result = benchmark(args)
+    kept: dict[str, Any] = {"domains": {}, "seconds": {}, "paired": {}, "feature_seconds": 0.0}
+    if args.keep and args.keep.exists():
+        kept = json.loads(args.keep.read_text(encoding="utf-8"))
+    names = args.domains.split(",")
+    for domain in names if args.keep else [args.domains]:
+        if domain not in kept["domains"]:
+            merge(kept, benchmark(args, domain))
+            if args.keep:
+                write_text(args.keep, json.dumps(kept))
+    result = kept
     if args.json:
         print(json.dumps(result))
     else:
         show(result)
 
 
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+def merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+    """Adds the domains of another result; seconds are summed."""
+    into["domains"] |= other["domains"]
+    into["paired"] |= other["paired"]
+    into["feature_seconds"] = round(into["feature_seconds"] + other["feature_seconds"], 1)
+    for name, seconds in other["seconds"].items():
+        into["seconds"][name] = round(into["seconds"].get(name, 0.0) + seconds, 2)
+
+
+def benchmark(args: argparse.Namespace, domains: str) -> dict[str, Any]:
     """Every variant on every domain: {"domains": {D: {VARIANT: measures}}, "seconds": ..., "paired": ...}."""
 
     def data(domain: str, part: str) -> str:
         return str(args.data / f"{domain}_{part}.jsonl" if args.data else testbed.prompts(domain, part))
 
-    names = args.domains.split(",")
+    names = domains.split(",")
     settings: dict[str, Any] = {
         "merged": str(args.merged or testbed.merged_model()),
         "domains": {
