@@ -2,7 +2,7 @@
 
 One run on the testbed, every variant on the same features and the same held-out examples; prints a table, or JSON with
 `--json`. `--keep FILE` writes each domain down once it is measured; a run that was cut goes on from there.
-`--experts DIR --merged DIR` measures other experts (folders `math`, `code`, `instruct`), such as full fine-tunes made by
+`--experts DIR --merged DIR` measures other experts (folders `math`, `code`, `instruct`), such as full fine-tunes by
 `testbed/train.py --full`.
 """
 
