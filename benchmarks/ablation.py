@@ -80,6 +80,9 @@ CORRECTIONS: dict[str, dict[str, Any] | int] = {
 RANDOM = ("surgery", "surgery + EWL1", "surgery + position", "DARTS", "in depth 0.1%", "in depth 305k", "default 0.1%")
 GENERATED = ("surgery", "DARTS", "default 0.1%", "default 305k", "LoRA by SVD, rank 1")
 
+#: Answers at a time.
+BATCH = 32
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -133,7 +136,8 @@ def main() -> None:
     records = [record for merge in MERGES for record in run_merge(merge, cells, examples)]
     result: dict[str, Any] = {"quick": args.quick, "examples": examples, "records": records, "generation": []}
     if args.generation:
-        result["generation"] = generation()
+        chosen = args.corrections.split(";") if args.corrections else GENERATED
+        result["generation"] = generation([name for name in GENERATED if name in chosen])
     result["seconds"] = round(time.monotonic() - begun, 1)
     print(json.dumps(result))
     if args.docs:
@@ -314,27 +318,28 @@ def by_example(measured: TokenMeasures) -> dict[str, list[float]]:
 # --------------------------------------------------------------------------------------------------------- generation
 
 
-def generation() -> list[dict[str, Any]]:
+def generation(names: list[str]) -> list[dict[str, Any]]:
     """Scores of what the models write on all examples of the testbed's tasks, by example, one seed."""
     from mergedarts.evaluation.lm import CausalLM
 
     folder = testbed.folder() / "tasks"
     tasks = harness.Tasks(
-        [f"testbed_{d}" for d in testbed.DOMAINS], harness.Settings((folder,), chat=True, batch_size=16)
+        [f"testbed_{d}" for d in testbed.DOMAINS], harness.Settings((folder,), chat=True, batch_size=BATCH)
     )
     base = job_of(TA, 50)
     tokenizer = load_tokenizer(base.merged)
-    jobs = {name: settings_of(base, Cell(TA, name, 50)) for name in GENERATED}
+    jobs = {name: settings_of(base, Cell(TA, name, 50)) for name in names}
     layers = sorted({layer for job in jobs.values() for layer in layers_needed(job)})
     out: list[dict[str, Any]] = []
 
     def score(domain: DomainJob, name: str, print_: str, model: Any) -> None:
         def make() -> CausalLM:
-            return CausalLM(f"{name}, {domain.name}", pretrained=model, tokenizer=tokenizer, batch_size=16)
+            return CausalLM(f"{name}, {domain.name}", pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
 
         found = harness.evaluate(tasks, f"testbed_{domain.name}", print_, make)
         for (metric, _), values in found.scores.items():
             out.append({"domain": domain.name, "correction": name, "metric": metric, "scores": values})
+        print(f"{domain.name}: {name} has written", file=sys.stderr, flush=True)
 
     for plain in base.domains:
         expert = base.load(plain.expert)
