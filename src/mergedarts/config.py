@@ -151,6 +151,9 @@ class RunFile(Settings):
     stream: bool | Literal["auto"] = Field(
         "auto", description="read decoder layers from disk as they run; auto does where a model does not fit in memory"
     )
+    store: str | None = Field(
+        None, min_length=1, description="folder or fsspec address where machines share features; $MERGEDARTS_STORE"
+    )
     max_tokens: int = Field(2048, ge=2, description="longer sequences are cut at the end")
     router: bool = Field(True, description="fit a router, so that `domain: auto` can choose by the prompt")
     strict: bool = Field(False, description="make it an error where a domain is not improved")

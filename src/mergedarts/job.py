@@ -35,6 +35,7 @@ from .models import (
 )
 from .progress import say
 from .prompts import Example, PromptSet, TokenSequence, check_tokenizer, encode, read_examples, split, with_continuation
+from .shared import Shared
 from .store import FeatureStore
 from .streaming import fits
 
@@ -113,13 +114,14 @@ class Job:
     eos: frozenset[int]
     domains: tuple[DomainJob, ...]
     stream: bool = False
+    shared: Shared | None = None
 
     def store(self, fingerprint_: str, prompts: PromptSet) -> FeatureStore:
-        return FeatureStore(fingerprint_, prompts.digest, self.dtype)
+        return FeatureStore(fingerprint_, prompts.digest, self.dtype, self.shared)
 
     def weights_store(self, domain: DomainJob) -> FeatureStore:
         """The store of an expert's weights, which do not depend on prompts."""
-        return FeatureStore(domain.expert_print, "weights", self.dtype)
+        return FeatureStore(domain.expert_print, "weights", self.dtype, self.shared)
 
     def load(self, ref: ModelRef) -> PreTrainedModel:
         """Load a model after letting go of what was loaded before."""
@@ -147,6 +149,7 @@ def prepare(run: RunFile, base: Path) -> Job:
     device = pick_device(run.device)
     # Prompts first: they are read in no time, and a merge may take minutes.
     examples = {name: read_examples(domain, name, base) for name, domain in run.domains.items()}
+    shared = Shared.opened(run.store, base)
     if run.merge is not None:
         config = Path(run.merge).expanduser()
         merged = ModelRef(str(merge_cached(config if config.is_absolute() else base / config, trust)), None, trust)
@@ -169,7 +172,7 @@ def prepare(run: RunFile, base: Path) -> Job:
         domains.append(whole.share(run.fit.holdout, run.fit.seed))
     dtype = DTYPES[run.dtype]
     stream = _streams(run, merged, dtype, device)
-    return Job(run, merged, merged_print, dtype, device, frozenset(eos), tuple(domains), stream)
+    return Job(run, merged, merged_print, dtype, device, frozenset(eos), tuple(domains), stream, shared)
 
 
 def _streams(run: RunFile, merged: ModelRef, dtype: torch.dtype, device: torch.device) -> bool:
@@ -243,6 +246,7 @@ def run_expert(
             lacking = [i for i in layers if f"layer-{i}" in missing]
             features.keep_head(model, store)
             features.collect(model, domain.prompts, store, f"{domain.name}: expert", lacking, entropies=True)
+        features.share_head(store)
     return domain, model
 
 

@@ -179,7 +179,7 @@ def _repair(
         "domains": described,
         "parameters": {"added": added, "share": share, "budget": run.budget},
         "router": routing,
-        "settings": run.model_dump(mode="json", exclude={"domains"}),
+        "settings": run.model_dump(mode="json", exclude={"domains", "store"}),
     }
     return config, corrections, router
 

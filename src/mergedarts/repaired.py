@@ -262,7 +262,7 @@ def job_of(folder: Path, device: str | None = None, merged: str | None = None) -
     """
     config = read_config(folder)
     settings = config["settings"] | {"merged": merged or config["merged"]["model"], "merge": None}
-    settings |= {"domains": domains_of(config)} | ({"device": device} if device else {})
+    settings |= {"domains": domains_of(config), "store": None} | ({"device": device} if device else {})
     job = prepare(parse_run(settings, str(folder / CONFIG)), Path.cwd())
     if job.merged_print != config["merged"]["fingerprint"]:
         raise UserError(f"The corrections in {folder} were made for another model than {job.merged} is now.")

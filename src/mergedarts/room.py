@@ -75,9 +75,9 @@ def check_features(job: Job, layers: int, metrics: int) -> None:
     for domain in job.domains:
         asked = domain.prompts.subset(domain.unanswered)
         written = domain.unanswered and domain.rollout
-        if written and job.store(domain.expert_print, asked).has(f"rollout-{domain.rollout}"):
+        if written and job.store(domain.expert_print, asked).is_local(f"rollout-{domain.rollout}"):
             continue  # a run that is taken up: what is missing is reserved when it is made
-        if not written and job.store(domain.expert_print, domain.prompts).has("final"):
+        if not written and job.store(domain.expert_print, domain.prompts).is_local("final"):
             continue
         need += (layers + 1) * domain.prompts.tokens * width * job.dtype.itemsize
         need += metrics * width * width * torch.float32.itemsize

@@ -1,7 +1,8 @@
 """The feature store: hidden states and entropies on disk, keyed by the content of model and prompts.
 
 Knows files and keys; does not know how the features are made. Every file is a safetensors file that appears whole and
-carries a checksum, which is compared once in a process before the file is used.
+carries a checksum, which is compared once in a process before the file is used. Behind it there may be a shared place,
+with what other machines have made.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from .checksums import CRC, check_seal, seal
 from .claims import claim
 from .errors import NoSpaceError, UserError
 from .files import NO_SPACE, cache_dir, digest_text, readable_os_errors, temporary_prefix, umask
+from .progress import bar
+from .shared import Shared
 from .streaming import mapped
 
 if TYPE_CHECKING:
@@ -40,34 +43,71 @@ class FeatureStore:
         model: fingerprint of the model.
         prompts: digest of the sequences.
         dtype: of the forward pass; part of the key, since it changes the features.
+        shared: where files are looked for that are missing here, and put that are missing there.
     """
 
-    def __init__(self, model: str, prompts: str, dtype: torch.dtype) -> None:
+    def __init__(self, model: str, prompts: str, dtype: torch.dtype, shared: Shared | None = None) -> None:
         self.path = cache_dir() / "features" / digest_text(VERSION, model, prompts, str(dtype))
+        self.shared = shared
+        self._folder = f"features/{self.path.name}"
+
+    def is_local(self, name: str) -> bool:
+        """Whether a name need not be fetched to be read."""
+        return (self.path / f"{name}.safetensors").is_file()
 
     def has(self, name: str) -> bool:
-        return (self.path / f"{name}.safetensors").is_file()
+        return not self._missing([name])
+
+    def _missing(self, names: Sequence[str]) -> list[str]:
+        """Which of some names are neither here nor in the shared place."""
+        missing = [name for name in names if not self.is_local(name)]
+        if missing and self.shared is not None:
+            there = self.shared.names(self._folder)
+            missing = [name for name in missing if f"{name}.safetensors" not in there]
+        return missing
 
     @contextmanager
     def making(self, *names: str) -> Iterator[list[str]]:
-        """Which of some names are missing; while any is, no other process makes features of this store."""
-        if all(self.has(name) for name in names):
+        """Which of some names are missing; while any is, no other process makes features of this store.
+
+        When the block ends well, the shared place gets what it lacks.
+        """
+        if self._missing(names):
+            with claim(self.path):
+                yield self._missing(names)
+        else:
             yield []
+        self._share()
+
+    def _share(self) -> None:
+        """Put every file of this store that the shared place lacks there, in the order in which they were made."""
+        if self.shared is None:
             return
-        with claim(self.path):
-            yield [name for name in names if not self.has(name)]
+        there = self.shared.names(self._folder)
+        lacking = [path for path in self.path.glob("*.safetensors") if path.name not in there]
+        if not lacking:
+            return
+        with bar(f"features to {self.shared}", len(lacking), "files") as advance:
+            for path in sorted(lacking, key=lambda path: (path.stat().st_mtime_ns, path.name)):
+                self.shared.put(f"{self._folder}/{path.name}", path)
+                advance(1)
+
+    def _checked(self, name: str) -> Path:
+        """The file of a name, fetched where it is in the shared place alone; a broken one is a `UserError`."""
+        path = self.path / f"{name}.safetensors"
+        if self.shared is not None and not path.is_file():
+            self.shared.fetch(f"{self._folder}/{path.name}", path, check_seal)
+        check_seal(path)
+        return path
 
     def load(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors stored under a name; a broken file is a `UserError` that names it."""
-        path = self.path / f"{name}.safetensors"
-        check_seal(path)
-        return load_tensors(path, "remove it, and it will be made again")
+        return load_tensors(self._checked(name), "remove it, and it will be made again")
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Any]:
         """The open file of a name, whose tensors are read when asked for; a broken one is a `UserError`."""
-        path = self.path / f"{name}.safetensors"
-        check_seal(path)
+        path = self._checked(name)
         try:
             opened = safe_open(path, "pt")
         except (SafetensorError, OSError) as error:
