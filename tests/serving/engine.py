@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
 
 class Norm(nn.Module):
     """RMS norm; with a residual it adds first, and returns the sum as the new residual."""
@@ -125,7 +127,7 @@ class Engine(nn.Module):
         parts: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
             name = name.removeprefix("model.").replace("self_attn.", "").replace("mlp.", "")
-            for fused, split in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
+            for fused, split in FUSED.items():
                 key = next((s for s in split if f".{s}." in name), None)
                 if key is not None:
                     whole = parts.setdefault(name.replace(key, fused), {})

@@ -1,4 +1,4 @@
-"""Corrections of one domain inside a decoder as serving engines write it: flat tokens, the residual stream in two parts.
+"""Corrections of one domain in a decoder as serving engines write it: flat tokens, the residual stream in two parts.
 
 Knows what such layers are given and return, and how a `hub` export names its tensors; needs torch, and knows no engine.
 """
@@ -159,7 +159,7 @@ def _hook(layer: nn.Module, site: SiteCorrection) -> Callable[..., Any]:
     place, key = next(((names.index(key), key) for key in POSITIONS if key in names), (-1, ""))
     parted = "residual" in names
     if place < 0 and site.position is not None and site.position.size > 1:
-        raise UserError(f"Layers of {type(layer).__name__} are not told positions, so that their corrections {_cannot()}.")
+        raise UserError(f"Layers of {type(layer).__name__} are not told positions, so this correction {_cannot()}.")
 
     def correct(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         positions = None
