@@ -20,15 +20,15 @@ LENGTHS = (11, 7, 9)
 STEPS = ((5, 0, 1), (3, 6, 1), (1, 1, 6), (1, 0, 1), (1, 0, 0))
 
 
-def in_depth(seed=1):
+def in_depth(seed=1, names=("model.layers.0", "model.layers.1")):
     """All forms of position, at two layers and the head."""
     inner = random_site("residual", D, D, seed, None, relu=False)
     drawn = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
     sites = {
-        "model.layers.0": SiteCorrection(
+        names[0]: SiteCorrection(
             "residual", inner.down.detach(), inner.up.detach(), None, Position("smooth", 2, 6), inner=drawn
         ),
-        "model.layers.1": random_site("residual", D, D, seed + 1, Position("smooth", 3, 6), relu=False),
+        names[1]: random_site("residual", D, D, seed + 1, Position("smooth", 3, 6), relu=False),
         "final": random_site("final", D, D, seed + 2, Position("table", 4), relu=True),
     }
     return Correction(sites)
@@ -42,8 +42,8 @@ def updates(model, seed=30):
         for i, (n, m) in enumerate(layer.named_modules())
         if isinstance(m, torch.nn.Linear)
     }
-    assert len(sites) == 7
-    return Correction(sites | {"model.layers.2": random_site("residual", D, D, seed, Position("table", 1), relu=False)})
+    last = decoder_layers(model)[2][0]
+    return Correction(sites | {last: random_site("residual", D, D, seed, Position("table", 1), relu=False)})
 
 
 def settings(model, corrections, domain):
