@@ -100,6 +100,7 @@ CASES = [
     ("phi3", "b", True),
     ("olmo2", "a", True),
     ("gpt_neox", "a", True),
+    ("qwen3_moe", "a", True),
 ]
 
 
