@@ -113,7 +113,7 @@ def test_mixed_batches_in_steps(kind, domain):
     model = tiny("llama")
     corrections = {"a": in_depth(1), "b": in_depth(11)}
     runtime = None if domain == "none" else domain
-    # The runtime's state at the head, corrected there too, for its hook comes before the one that reads.
+
     want = wanted(model, corrections, runtime)
     bare = wanted(model, corrections, None)
     if runtime is not None:

@@ -1,6 +1,6 @@
 """Corrections of one domain in a decoder as serving engines write it: flat tokens, the residual stream in two parts.
 
-Knows what such layers are given and return, and how a `hub` export names its tensors; needs torch, and knows no engine.
+Knows what such layers are given and return, and how a `hub` export names its tensors; imports torch and no engine.
 """
 
 from __future__ import annotations
