@@ -1,10 +1,11 @@
 """What each part of the method is worth: merge x correction x calibration size x seed, measured on held-out examples.
 
-    python benchmarks/ablation.py --quick        # the subset of docs/evidence.md
-    python benchmarks/ablation.py                # the whole grid, and scores of what the models write
+    python benchmarks/ablation.py --quick        # a quarter of an hour on two cores
+    python benchmarks/ablation.py --generation   # the whole grid, and scores of what the models write
+    python benchmarks/ablation.py --merges "task arithmetic 0.4" --corrections "surgery;DARTS" --sizes 5,50  # a part
 
 Every cell is kept in the cache as soon as it is measured, so that the same command goes on where it stopped; features
-come from the feature store. Prints JSON; `--docs FILE` also puts the tables between the marks in that file.
+come from the feature store. Prints JSON; `--docs FILE` also puts the tables between the marks of that name in a file.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ CORRECTIONS: dict[str, dict[str, Any] | int] = {
 }
 #: What another seed changes: the start of Adam, the split of the calibration set, the draws of the Fisher metric.
 RANDOM = ("surgery", "surgery + EWL1", "surgery + position", "DARTS", "in depth 0.1%", "in depth 305k", "default 0.1%")
-GENERATED = ("surgery", "DARTS", "default 0.1%", "LoRA by SVD, rank 1")
+GENERATED = ("surgery", "DARTS", "default 0.1%", "default 305k", "LoRA by SVD, rank 1")
+
+#: Answers at a time.
+BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -117,20 +121,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the subset that takes a quarter of an hour on two cores")
     parser.add_argument("--examples", type=int, help="held-out examples a domain (quick: 30, otherwise 60)")
+    parser.add_argument("--merges", help="of the whole grid, these merges alone, separated by ';'")
+    parser.add_argument("--corrections", help="of the whole grid, these corrections alone, separated by ';'")
+    parser.add_argument("--sizes", help="of the whole grid, these numbers of prompts alone, separated by ','")
+    parser.add_argument("--seeds", type=int, default=5, help="at most so many seeds")
+    parser.add_argument("--generation", action="store_true", help="scores of what the models write, too")
     parser.add_argument("--docs", type=Path, help="a Markdown file whose marked part takes the tables")
+    parser.add_argument("--mark", default="ablation", help="name of the marks")
     args = parser.parse_args()
     quiet_libraries()
     begun = time.monotonic()
-    cells = quick_grid() if args.quick else whole_grid()
+    cells = quick_grid() if args.quick else part_of(whole_grid(), args)
     examples = args.examples or (30 if args.quick else 60)
     records = [record for merge in MERGES for record in run_merge(merge, cells, examples)]
     result: dict[str, Any] = {"quick": args.quick, "examples": examples, "records": records, "generation": []}
-    if not args.quick:
-        result["generation"] = generation()
+    if args.generation:
+        chosen = args.corrections.split(";") if args.corrections else GENERATED
+        result["generation"] = generation([name for name in GENERATED if name in chosen])
     result["seconds"] = round(time.monotonic() - begun, 1)
     print(json.dumps(result))
     if args.docs:
-        document(args.docs, result)
+        document(args.docs, result, args.mark)
+
+
+def part_of(cells: list[Cell], args: argparse.Namespace) -> list[Cell]:
+    """The cells that the command line names."""
+    merges = args.merges.split(";") if args.merges else list(MERGES)
+    corrections = args.corrections.split(";") if args.corrections else list(CORRECTIONS)
+    sizes = [int(size) for size in args.sizes.split(",")] if args.sizes else [cell.samples for cell in cells]
+    if unknown := {*merges, *corrections} - {*MERGES, *CORRECTIONS}:
+        raise SystemExit(f"No such merge or correction: {', '.join(sorted(unknown))}.")
+    mine = [c for c in cells if c.merge in merges and c.correction in corrections and c.samples in sizes]
+    return [c for c in mine if c.seed < args.seeds]
 
 
 # ---------------------------------------------------------------------------------------------------- merges and jobs
@@ -296,27 +318,28 @@ def by_example(measured: TokenMeasures) -> dict[str, list[float]]:
 # --------------------------------------------------------------------------------------------------------- generation
 
 
-def generation() -> list[dict[str, Any]]:
+def generation(names: list[str]) -> list[dict[str, Any]]:
     """Scores of what the models write on all examples of the testbed's tasks, by example, one seed."""
     from mergedarts.evaluation.lm import CausalLM
 
     folder = testbed.folder() / "tasks"
     tasks = harness.Tasks(
-        [f"testbed_{d}" for d in testbed.DOMAINS], harness.Settings((folder,), chat=True, batch_size=16)
+        [f"testbed_{d}" for d in testbed.DOMAINS], harness.Settings((folder,), chat=True, batch_size=BATCH)
     )
     base = job_of(TA, 50)
     tokenizer = load_tokenizer(base.merged)
-    jobs = {name: settings_of(base, Cell(TA, name, 50)) for name in GENERATED}
+    jobs = {name: settings_of(base, Cell(TA, name, 50)) for name in names}
     layers = sorted({layer for job in jobs.values() for layer in layers_needed(job)})
     out: list[dict[str, Any]] = []
 
     def score(domain: DomainJob, name: str, print_: str, model: Any) -> None:
         def make() -> CausalLM:
-            return CausalLM(f"{name}, {domain.name}", pretrained=model, tokenizer=tokenizer, batch_size=16)
+            return CausalLM(f"{name}, {domain.name}", pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
 
         found = harness.evaluate(tasks, f"testbed_{domain.name}", print_, make)
         for (metric, _), values in found.scores.items():
             out.append({"domain": domain.name, "correction": name, "metric": metric, "scores": values})
+        print(f"{domain.name}: {name} has written", file=sys.stderr, flush=True)
 
     for plain in base.domains:
         expert = base.load(plain.expert)

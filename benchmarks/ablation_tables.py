@@ -15,7 +15,6 @@ import numpy as np
 from mergedarts.evaluation.statistics import Comparison, Estimate, compare, holm
 from mergedarts.files import write_text
 
-MARK, END = "<!-- ablation -->", "<!-- /ablation -->"
 MEASURES = {"ewl1": "EWL1", "kl": "KL", "agreement": "agreement", "nll": "NLL"}
 TA = "task arithmetic 0.4"
 SEEDLESS = ("none", "closed form, final", "LoRA by SVD, rank 1")
@@ -50,7 +49,8 @@ def tables(result: dict[str, Any]) -> str:
     """All tables as Markdown."""
     records = result["records"]
     domains = list(dict.fromkeys(record["domain"] for record in records))
-    most = max(record["samples"] for record in records if record["merge"] != TA)
+    sizes = {record["samples"] for record in records if record["merge"] != TA} or {50}
+    most = max(sizes)
     parts = []
     for merge in dict.fromkeys(record["merge"] for record in records):
         parts += [correction_table(result, merge, domain, most) for domain in domains]
@@ -186,12 +186,14 @@ def percent(share: Estimate) -> str:
     return f"{share.value:.0%} [{share.low:.0%}, {share.high:.0%}]"
 
 
-def document(path: Path, result: dict[str, Any]) -> None:
-    """Put the tables between the marks of a Markdown file."""
-    text = path.read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARK)
-    _, _, after = rest.partition(END)
-    write_text(path, f"{before}{MARK}\n{tables(result)}\n{END}{after}")
+def document(path: Path, result: dict[str, Any], mark: str) -> None:
+    """Put the tables between the marks of that name of a Markdown file."""
+    mark, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    before, found, rest = path.read_text(encoding="utf-8").partition(mark)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise SystemExit(f"{path}: no {mark} ... {end}.")
+    write_text(path, f"{before}{mark}\n{tables(result)}\n{end}{after}")
 
 
 def main() -> None:

@@ -51,6 +51,7 @@ def variants(total: int, domains: int, quick: bool) -> dict[str, dict[str, Any]]
         "default 1%": {"budget": 0.01},
         "default 138k": {"budget": share(FIFTH)},
         "default 305k": {"budget": share(LORA1)},
+        "full metric 138k": {"budget": share(FIFTH), "fit": {"metric": "fisher"}},
         "svd 0.1%": {"correction": {"form": "svd"}, "budget": 0.001},
         "svd 0.3%": {"correction": {"form": "svd"}, "budget": 0.003},
         "svd 1%": {"correction": {"form": "svd"}, "budget": 0.01},

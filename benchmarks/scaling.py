@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="of 128 tokens, at the smallest size")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--metric", default="fisher", choices=("fisher", "states"))
+    parser.add_argument("--metric", default="auto", choices=("auto", "fisher", "states"))
     parser.add_argument("--axes", nargs="+", default=["tokens", "domains", "width", "processes"])
     parser.add_argument("--json", action="store_true", help="one line")
     given = parser.parse_args()

@@ -121,7 +121,9 @@ class FitSettings(Settings):
     method: Literal["closed-form", "adam"] = "closed-form"
     objective: Literal["states", "kl"] = Field("states", description="what a fit at the final site lowers")
     metric: Literal["auto", "fisher", "states"] = Field(
-        "auto", description="closed form: errors count by what they do to the expert's predictions, or all alike"
+        "auto",
+        description="closed form: errors count by what they do to the expert's predictions (auto in depth, from a "
+        "quarter of the sequences; fisher, from all), or all alike (states)",
     )
     ridge: float | None = Field(None, ge=0, description="strength of the ridge; chosen by held-out folds if not given")
     top_k: int = Field(256, ge=1, description="expert's likeliest tokens kept for `objective: kl`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -88,12 +89,24 @@ def test_generation_scores(result):
 
 def test_tables_go_between_the_marks(result, tmp_path):
     page = tmp_path / "evidence.md"
-    page.write_text(f"before\n{tables.MARK}\nstale\n{tables.END}\nafter\n")
-    tables.document(page, result)
+    page.write_text("before\n<!-- a -->\nstale\n<!-- /a -->\nbetween\n<!-- b -->\nkept\n<!-- /b -->\nafter\n")
+    tables.document(page, result, "a")
     text = page.read_text()
-    assert text.startswith(f"before\n{tables.MARK}\n**task")
-    assert text.endswith(f"{tables.END}\nafter\n")
+    assert text.startswith("before\n<!-- a -->\n**task")
+    assert text.endswith("<!-- /a -->\nbetween\n<!-- b -->\nkept\n<!-- /b -->\nafter\n")
     assert "stale" not in text
+    with pytest.raises(SystemExit, match="<!-- c -->"):
+        tables.document(page, result, "c")
+
+
+def test_a_part_of_the_grid_by_name():
+    chosen = {"merges": ablation.TA, "corrections": "surgery;DARTS", "sizes": "5,50", "seeds": 2}
+    cells = ablation.part_of(ablation.whole_grid(), argparse.Namespace(**chosen))
+    assert {(c.correction, c.samples, c.seed) for c in cells} == {
+        (name, *place) for name in ("surgery", "DARTS") for place in ((5, 0), (50, 0), (50, 1))
+    }
+    with pytest.raises(SystemExit, match="surgary"):
+        ablation.part_of([], argparse.Namespace(**chosen | {"corrections": "surgary"}))
 
 
 def test_means_by_example_against_loops():

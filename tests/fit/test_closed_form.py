@@ -421,3 +421,14 @@ def test_reweighted_with_dependent_functions():
     assert torch.isfinite(of_f).all()
     least = l1_minimum(np.concatenate([x, f], 1), d, w)
     assert l1_loss(x, wide, d, w, np.eye(5), up.numpy(), of_f.numpy()) <= 1.01 * least
+
+
+def test_sums_that_tell_no_error_fit_the_same():
+    g = torch.Generator().manual_seed(0)
+    x, d, w = (torch.randn(50, n, generator=g) for n in (6, 4, 1))
+    given = (x, torch.ones(50, 1), d, w[:, 0].abs())
+    scored, plain = Statistics.of(*given), Statistics.of(*given, scored=False)
+    assert plain.dd.numel() == 0
+    one, other = (solve(plain + plain - plain, 0.1).at_rank(2), solve(scored, 0.1).at_rank(2))
+    assert torch.equal(one.down, other.down)
+    assert torch.equal(one.up, other.up)

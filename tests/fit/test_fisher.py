@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from mergedarts.features import Readout
 from mergedarts.fit import fisher
 from mergedarts.fit.fisher import LEAST_TOKENS, collect_fisher, head_metric, load_metric, metric_sequences
+from mergedarts.fit.plan import measured_on
 from mergedarts.models import decoder_layers
 from mergedarts.prompts import PromptSet, TokenSequence
 from mergedarts.store import FeatureStore
@@ -207,3 +209,12 @@ def test_the_metric_is_of_a_quarter_of_the_sequences_whatever_their_order():
     assert {59 - i for i in metric_sequences(turned, [59 - i for i in fitted])} == set(chosen)
     assert len(metric_sequences(prompts, list(range(60)))) == 15
     assert metric_sequences(prompts, [3, 1]) == [1, 3]
+
+
+@pytest.mark.parametrize(("asked", "count"), [("auto", 15), ("fisher", 60)])
+def test_the_metric_by_name_is_of_all_sequences(asked, count):
+    domain = SimpleNamespace(prompts=prompt_set([110 + i % 9 for i in range(60)], response=100), whole_places=None)
+    job = SimpleNamespace(run=SimpleNamespace(fit=SimpleNamespace(metric=asked)))
+    chosen = measured_on(job, domain, list(range(59, -1, -1)))
+    assert len(chosen) == count
+    assert chosen == sorted(chosen)

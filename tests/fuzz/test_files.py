@@ -154,7 +154,7 @@ def encoded(path, most):
         assert 0 < len(sequence) <= most
         assert len(sequence.predicts) == len(sequence.ids)
         assert not sequence.predicts[-1]
-        assert one.has_response or not any(sequence.predicts)
+        assert any(role == "assistant" for role, _ in one.turns) or not any(sequence.predicts)
         assert all(0 <= i < len(TOKENIZER) for i in sequence.ids)
 
 

@@ -17,7 +17,7 @@ from ..features import Readout
 from ..job import DomainJob, Job
 from ..models import load_config, parameter_count
 from .adam import fit_adam
-from .fisher import collect_fisher, metric_sequences
+from .fisher import collect_fisher
 from .linear import WEIGHTS, keep_weights
 from .losses import token_weights
 from .plan import (
@@ -26,6 +26,7 @@ from .plan import (
     domain_budget,
     fisher_name,
     layers_of,
+    measured_on,
     wants_depth,
     wants_fisher,
     wants_weights,
@@ -70,7 +71,7 @@ def expert_extras(job: Job, domain: DomainJob, fitted: list[int], expert: PreTra
     if not wants_fisher(job):
         return
     store = job.store(domain.expert_print, domain.prompts)
-    chosen = metric_sequences(domain.prompts, fitted, domain.whole_places)
+    chosen = measured_on(job, domain, fitted)
     names = {i: fisher_name(chosen, i) for i in layers_of(job, load_config(job.merged).num_hidden_layers)}
     with store.making(*names.values()) as missing:
         # Summed over all processes: what one of them lacks, all make.

@@ -35,7 +35,7 @@ class Statistics:
     Attributes:
         xx: [d_in + k, d_in + k] of (x, f) with itself, weighted.
         xd: [d_in + k, d_out] of (x, f) with D.
-        dd: [d_out, d_out] of D with itself.
+        dd: [d_out, d_out] of D with itself; [0, 0] where no error is to be told from the sums.
         weight: sum of weights.
         functions: k, the number of position functions at the end of xx.
     """
@@ -47,23 +47,27 @@ class Statistics:
     functions: int
 
     @classmethod
-    def of(cls, x: torch.Tensor, f: torch.Tensor, d: torch.Tensor, weights: torch.Tensor) -> Statistics:
-        """Of tokens x [n, d_in], functions f [n, k], targets d [n, d_out] and weights [n]."""
+    def of(
+        cls, x: torch.Tensor, f: torch.Tensor, d: torch.Tensor, weights: torch.Tensor, scored: bool = True
+    ) -> Statistics:
+        """Of tokens x [n, d_in], functions f [n, k], targets d [n, d_out] and weights [n]; with dd where `scored`."""
         phi = torch.cat([x.float(), f.to(x.device).float()], 1)
         scaled = phi * weights.to(phi)[:, None]
         target = d.float()
         # Products in float32 over at most a few thousand tokens, sums of them in float64; those with the position
         # functions, which may be nearly dependent, wholly in float64.
+        own = d.shape[1] if scored else 0
         xx, xd, dd = (
             torch.zeros(a, b, dtype=torch.float64)
-            for a, b in ((phi.shape[1], phi.shape[1]), (phi.shape[1], d.shape[1]), (d.shape[1], d.shape[1]))
+            for a, b in ((phi.shape[1], phi.shape[1]), (phi.shape[1], d.shape[1]), (own, own))
         )
         for p, s, t, w in zip(
             phi.split(2048), scaled.split(2048), target.split(2048), weights.to(phi).split(2048), strict=True
         ):
             xx += (s.T @ p).double().cpu()
             xd += (s.T @ t).double().cpu()
-            dd += ((t * w[:, None]).T @ t).double().cpu()
+            if scored:
+                dd += ((t * w[:, None]).T @ t).double().cpu()
         n = x.shape[1]
         xx[n:], xd[n:] = 0.0, 0.0
         for p, t, w in zip(phi.split(2048), target.split(2048), weights.split(2048), strict=True):

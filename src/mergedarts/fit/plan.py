@@ -102,6 +102,13 @@ def layers_of(job: Job, count: int) -> list[int]:
     return list(range(count))
 
 
+def measured_on(job: Job, domain: DomainJob, fitted: list[int]) -> list[int]:
+    """The fitted sequences that the Fisher metric is estimated on: all of them where it is asked for by name."""
+    if job.run.fit.metric == "fisher":
+        return sorted(fitted)
+    return metric_sequences(domain.prompts, fitted, domain.whole_places)
+
+
 def fisher_name(chosen: list[int], layer: int) -> str:
     """The name in the store of a layer's metric, estimated on some of the sequences."""
     return f"fisher-{digest_text(repr(chosen))[:12]}-{layer}"
@@ -245,7 +252,7 @@ def _depth(
     ridges = RIDGES if fit.ridge is None else (fit.ridge,)
     probes = (sites[0], sites[len(sites) // 2], sites[-1]) if len(ridges) > 1 or len(forms) > 1 else ()
     metrics: dict[int, Metric] = {}
-    measured = metric_sequences(domain.prompts, whole, domain.whole_places)
+    measured = measured_on(job, domain, whole)
 
     def metric(layer: int) -> Metric | None:
         if not wants_fisher(job):

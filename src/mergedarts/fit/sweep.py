@@ -162,11 +162,12 @@ class Site:
         self._last = torch.tensor([max(gather(int(self._positions.max())))])
         self._metric = metric
 
-    def statistics(self, form: PositionForm, rows: torch.Tensor | None = None) -> Statistics:
-        """Of all tokens, or of some."""
+    def statistics(self, form: PositionForm, rows: torch.Tensor | None = None, scored: bool = True) -> Statistics:
+        """Of all tokens, or of some; `scored` where errors are to be told from them."""
         f, penalty = functions_of(position_of(form, self._last), self._positions)
         chosen = torch.ones_like(self._positions, dtype=torch.bool) if rows is None else rows
-        made = Statistics.of(self._x[chosen], f[chosen], self._difference[chosen], self._weights[chosen]).summed()
+        x, difference, weights = self._x[chosen], self._difference[chosen], self._weights[chosen]
+        made = Statistics.of(x, f[chosen], difference, weights, scored).summed()
         return made.penalised(penalty * total(int(chosen.sum())) / total(len(chosen)))
 
     def choose(self, settings: SweepSettings, rank: int) -> tuple[PositionForm, float, dict[str, float]]:
@@ -186,7 +187,7 @@ class Site:
     def fit(self, form: PositionForm, ridge: float, rank: int, inside: bool) -> tuple[SiteCorrection, bool]:
         """The correction of some rank, and whether the ridge had to be raised."""
         position = position_of(form, self._last)
-        ridged = solve(self.statistics(form), ridge, self._metric, inside)
+        ridged = solve(self.statistics(form, scored=False), ridge, self._metric, inside)
         solution = ridged.at_rank(rank)
         rows = table_rows(position, solution.functions)
         return replace(solution, functions=rows).site(self._kind, position), ridged.helped

@@ -76,18 +76,19 @@ def _row(model: str, p: Point, measures: list[str], crossed: bool) -> list[Cell]
 
 
 def summary(drift: Drift) -> Table:
-    """The overall means of every domain and model."""
-    measures = ("drift", "relative", "cosine", "kl", "agreement")
-    headings = ["domain", "model", "sequences", "tokens", *(NAMES[m] for m in measures)]
+    """The overall means of every domain and model, what they do to the predictions first."""
+    measures = ("kl", "agreement", "drift", "relative", "cosine")
+    closed = ["KL closed"] if drift.repaired else []
+    headings = ["domain", "model", *closed, *(NAMES[m] for m in measures), "tokens", "sequences"]
     rows = []
     for name, domain in drift.domains.items():
         for model, found in domain.models.items():
-            row = [Cell(name), Cell(model), _count(found.overall.sequences), _count(found.overall.tokens)]
-            row += [estimate(found.overall.measures.get(m), "share" if m == "agreement" else "") for m in measures]
-            if drift.repaired:
+            row = [Cell(name), Cell(model)]
+            if closed:
                 row.append(estimate(domain.closed.get("kl"), "share") if model == "repaired" else Cell(""))
-            rows.append(row)
-    return Table([*headings, *(["KL closed"] if drift.repaired else [])], rows)
+            row += [estimate(found.overall.measures.get(m), "share" if m == "agreement" else "") for m in measures]
+            rows.append([*row, _count(found.overall.tokens), _count(found.overall.sequences)])
+    return Table(headings, rows)
 
 
 def systematic_table(drift: Drift) -> Table | None:
