@@ -46,9 +46,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> Any:
     """A random model of a family with weights large enough that its states differ from token to token."""
-    settings = _COMMON | FAMILIES[family]
+    settings = _COMMON | FAMILIES[family] | more
     if family == "gpt2":
         keep = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
         settings = {k: v for k, v in _COMMON.items() if k in keep} | FAMILIES["gpt2"]

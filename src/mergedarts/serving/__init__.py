@@ -1,0 +1,1 @@
+"""Corrections inside a serving engine that does not run Hugging Face's models."""
