@@ -14,6 +14,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -100,12 +101,12 @@ def repair_domains(job: Job, address: str, clock: Clock) -> list[Outcome]:
         asked = share(nodes, len(job.domains), _memory(job), gpu=job.run.device == "auto" or job.device.type == "cuda")
         task = ray.remote(**asked, max_retries=0, max_calls=1)(_task)
         origin = Origin(__version__, socket.gethostname(), str(cache_dir()), token)
-        places = {task.remote(job, i, origin, asked["num_cpus"]): i for i in range(len(job.domains))}
-        waiting = list(places)
+        refs = [task.remote(job, i, origin, asked["num_cpus"]) for i in range(len(job.domains))]
+        # Futures, since Ctrl-C inside `ray.wait` comes out as an error of Ray's.
+        places = {ref.future(): i for i, ref in enumerate(refs)}
         try:
             with bar("domains", len(job.domains), "domains") as advance:
-                while waiting:
-                    (done,), waiting = ray.wait(waiting)
+                for done in as_completed(places):
                     name = job.domains[places[done]].name
                     report = _report(ray, done, name)
                     for line in report.warnings:
@@ -115,11 +116,12 @@ def repair_domains(job: Job, address: str, clock: Clock) -> list[Outcome]:
                     clock.add(report.seconds)
                     reports[places[done]] = report
                     advance(1)
-                    say(f"domain '{name}' is done, {len(waiting)} to go")
+                    say(f"domain '{name}' is done, {len(refs) - len(reports)} to go")
         finally:
-            for ref in waiting:
-                with suppress(Exception):
-                    ray.cancel(ref, force=True)
+            for future, i in places.items():
+                if not future.done():
+                    with suppress(Exception):
+                        ray.cancel(refs[i], force=True)
     return [report.outcome for _, report in sorted(reports.items()) if report.outcome is not None]
 
 
@@ -172,6 +174,8 @@ def _joined(address: str) -> Iterator[Any]:
             try:
                 ray.init(**options)
             except Exception as error:  # Ray's own, gRPC's, the system's
+                if error.__cause__ is not None and not isinstance(error.__cause__, Exception):
+                    raise error.__cause__ from None  # Ctrl-C inside Ray's own code
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
                 what = "could not be started here" if address == LOCAL else f"does not answer at {address[:200]}"
                 raise UserError(f"Ray {what} ({reason}); check 'ray status', or leave out '--ray'.") from None
@@ -235,10 +239,10 @@ def _token(job: Job) -> Iterator[str]:
             job.shared.remove(name)
 
 
-def _report(ray: Any, ref: Any, name: str) -> Report:
+def _report(ray: Any, future: Future[Report], name: str) -> Report:
     """What a task gave back; a bug in it keeps its traceback, the death of its process is a `UserError`."""
     try:
-        report: Report = ray.get(ref)
+        return future.result()
     except ray.exceptions.RayTaskError:
         raise
     except ray.exceptions.RayError as error:
@@ -247,7 +251,6 @@ def _report(ray: Any, ref: Any, name: str) -> Report:
             f"The process that repaired domain '{name}' died ({reason}); memory may have run out there, and the same "
             "command goes on from what is in the feature store."
         ) from None
-    return report
 
 
 # ----------------------------------------------------------------------------------------------------- inside a task

@@ -103,7 +103,7 @@ def test_a_bug_in_a_task_keeps_its_traceback(world: World, tmp_path: Path, fresh
     wrong = fanout.Origin("not", "a", "domain", "number")
     ref = ray.remote(fanout._task).remote(job, 7, wrong, 1)
     with pytest.raises(IndexError, match=r"(?s)fanout\.py.*in _task.*IndexError"):
-        fanout._report(ray, ref, "code")
+        fanout._report(ray, ref.future(), "code")
 
 
 @pytest.mark.usefixtures("cluster")
@@ -115,7 +115,7 @@ def test_a_task_whose_process_dies_is_said() -> None:
 
     ref = ray.remote(max_retries=0)(lambda: os._exit(9)).remote()
     with pytest.raises(UserError, match="that repaired domain 'code' died"):
-        fanout._report(ray, ref, "code")
+        fanout._report(ray, ref.future(), "code")
 
 
 def test_no_cluster_at_an_address(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
