@@ -46,11 +46,13 @@ def grid(result: dict[str, Any], merge: str, domain: str, correction: str, sampl
 
 
 def tables(result: dict[str, Any]) -> str:
-    """All tables as Markdown."""
+    """All tables as Markdown; of several sizes on one merge, that by size alone."""
     records = result["records"]
     domains = list(dict.fromkeys(record["domain"] for record in records))
     sizes = {record["samples"] for record in records if record["merge"] != TA} or {50}
     most = max(sizes)
+    if len({record["merge"] for record in records}) == 1 and len({record["samples"] for record in records}) > 1:
+        return sizes_table(result, domains)
     parts = []
     for merge in dict.fromkeys(record["merge"] for record in records):
         parts += [correction_table(result, merge, domain, most) for domain in domains]

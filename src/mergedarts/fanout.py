@@ -264,7 +264,8 @@ def _task(job: Job, index: int, origin: Origin, cpus: int) -> Report:
         try:
             check_here(job, domain, origin, host)
             torch.set_num_threads(min(cpus, int(os.environ.get("OMP_NUM_THREADS") or cpus)))
-            job = replace(job, device=pick_device(job.run.device))
+            # Ray shows a task its own GPU alone, whatever its number is.
+            job = replace(job, device=pick_device(job.run.device.partition(":")[0]))
             outcome = _repaired(job, domain, clock)
         except UserError as error:
             mistake = str(error)

@@ -152,6 +152,7 @@ def test_a_pipelines_later_half():
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_it_is_traced_whole():
     """One graph without a break, for any number of tokens, and the same states."""
     model = tiny("llama")

@@ -1,4 +1,4 @@
-"""The plugin in vLLM itself, where it is installed with its entry point: log-probabilities against the own runtime's."""
+"""The plugin in vLLM itself, where both are installed: log-probabilities against those of the package's runtime."""
 
 from __future__ import annotations
 

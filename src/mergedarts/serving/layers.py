@@ -65,7 +65,7 @@ class Served:
         self._tensors: dict[str, nn.Parameter] = {}
         self._updates: dict[str, tuple[str, str]] = {}
         self._names: set[str] = set()
-        domain = chosen(config)
+        self.domain = domain = chosen(config)
         if domain is None:
             return
         sites = config.mergedarts["sites"]

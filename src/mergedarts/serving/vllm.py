@@ -5,6 +5,7 @@ Knows vLLM's interface of models and its registry, and no model family; how a la
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from ..errors import UserError
 from .layers import Served
 from .plugin import PREFIX
+
+log = logging.getLogger("vllm.mergedarts")  # below vLLM's own, so that its settings hold
 
 
 def __getattr__(name: str) -> Any:
@@ -48,6 +51,7 @@ def corrected(base: Any) -> Any:
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             self._mergedarts = Served(self, vllm_config.model_config.hf_config)
+            log.info("Serving the domain %s.", self._mergedarts.domain or "none: the merged model as it was")
 
         def forward(
             self,
