@@ -55,7 +55,22 @@ def say(message: str) -> None:
         console.print(message, highlight=False, markup=False)
 
 
+_kept: list[list[str]] = []
+
+
+@contextmanager
+def collected() -> Iterator[list[str]]:
+    """Keep warnings in a list instead of showing them, for another process to show."""
+    _kept.append([])
+    try:
+        yield _kept[-1]
+    finally:
+        _kept.pop()
+
+
 def warn(message: str) -> None:
     """One line that a person must see, terminal or not."""
-    if rank() == 0:
+    if _kept:
+        _kept[-1].append(message)
+    elif rank() == 0:
         console.print(f"warning: {message}", highlight=False, markup=False, soft_wrap=True)

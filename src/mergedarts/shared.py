@@ -155,12 +155,13 @@ class Shared:
     def put(self, key: str, source: Path) -> None:
         """Copy a local file there: under a temporary name and moved, or at once where an object appears when whole."""
         folder, _, name = key.rpartition("/")
+        beside = f"{folder}/" if folder else ""
         with self._asked(self.named(key)):
             if self._is_object_store():
                 self._fs.put_file(str(source), self._at(key))
                 return
             self._folder(folder)
-            temporary = self._at(f"{folder}/.{name}.{uuid.uuid4().hex[:8]}.tmp")
+            temporary = self._at(f"{beside}.{name}.{uuid.uuid4().hex[:8]}.tmp")
             try:
                 self._fs.put_file(str(source), temporary)
                 self._fs.mv(temporary, self._at(key))
@@ -168,6 +169,11 @@ class Shared:
                 if self._fs.exists(temporary):
                     self._fs.rm_file(temporary)
                 raise
+
+    def remove(self, key: str) -> None:
+        """Remove a file that is there."""
+        with self._asked(self.named(key)):
+            self._fs.rm_file(self._at(key))
 
 
 def _first_line(error: BaseException) -> str:

@@ -25,6 +25,9 @@ def calibrate(
     ),
     strict: bool | None = typer.Option(None, "--strict", help="Fail where a domain is not improved."),
     trust_remote_code: bool | None = typer.Option(None, "--trust-remote-code", help="Let models run their own code."),
+    ray: str | None = typer.Option(
+        None, "--ray", metavar="[ADDRESS]", help="A Ray task for each domain: here, or on the cluster at ADDRESS."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print darts_config.json's content."),
 ) -> None:
     """Fit corrections for every domain of a merged model and write the repaired model."""
@@ -41,7 +44,7 @@ def calibrate(
     from ..distributed import rank
     from .tables import held_out_table
 
-    result = repair.calibrate(run, target, run_file.parent)
+    result = repair.calibrate(run, target, run_file.parent, ray)
     if rank() > 0:
         return
     if as_json:

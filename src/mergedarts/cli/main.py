@@ -33,6 +33,8 @@ out = Console()
 
 #: Seconds after Ctrl-C in which a run may tidy up.
 GRACE = 1.5
+#: Addresses of Ray that are no host and port; the first is what `--ray` alone means.
+RAY_WORDS = ("local", "auto")
 INTERRUPTED = "interrupted; the same command goes on from what is in the feature store."
 
 
@@ -70,6 +72,17 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def spelled_out(arguments: list[str]) -> list[str]:
+    """The command line with `--ray` given the address it may be without, which typer's options cannot be."""
+    out: list[str] = []
+    for i, argument in enumerate(arguments):
+        out.append(argument)
+        following = arguments[i + 1] if i + 1 < len(arguments) else ""
+        if argument == "--ray" and (following.startswith("-") or not (":" in following or following in RAY_WORDS)):
+            out.append(RAY_WORDS[0])
+    return out
+
+
 class _Interrupted(BaseException):
     """Ctrl-C, by a name that typer does not turn into an exit code of its own."""
 
@@ -89,7 +102,7 @@ def run() -> None:
             for stream in (sys.stdout, sys.stderr):
                 if hasattr(stream, "reconfigure"):
                     stream.reconfigure(errors="replace")
-            app(standalone_mode=True)
+            app(spelled_out(sys.argv[1:]), standalone_mode=True)
     except _Interrupted:
         print(INTERRUPTED, file=sys.stderr)
         sys.exit(130)
