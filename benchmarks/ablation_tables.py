@@ -46,7 +46,9 @@ def grid(result: dict[str, Any], merge: str, domain: str, correction: str, sampl
 
 
 def tables(result: dict[str, Any]) -> str:
-    """All tables as Markdown; of several sizes on one merge, that by size alone."""
+    """All tables as Markdown; of several sizes on one merge, that by size alone, and of answers theirs."""
+    if result["generation"]:
+        return generation_table(result["generation"])
     records = result["records"]
     domains = list(dict.fromkeys(record["domain"] for record in records))
     sizes = {record["samples"] for record in records if record["merge"] != TA} or {50}
@@ -58,8 +60,6 @@ def tables(result: dict[str, Any]) -> str:
         parts += [correction_table(result, merge, domain, most) for domain in domains]
     parts.append(sizes_table(result, domains))
     parts.append(claims_table(result, domains, most))
-    if result["generation"]:
-        parts.append(generation_table(result["generation"]))
     return "\n\n".join(part for part in parts if part)
 
 
