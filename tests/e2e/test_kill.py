@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -250,3 +251,28 @@ def test_ctrl_c_inside_a_long_call(world: World, tmp_path: Path) -> None:
     start = time.monotonic()
     said_once(fork)
     assert time.monotonic() - start < 2
+
+
+def test_ctrl_c_inside_a_library_that_makes_an_error_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mergedarts.cli import main
+
+    def library(*_: Any) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except BaseException:
+            raise ValueError("could not determine the shape") from None
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(main, "spelled_out", library)
+    monkeypatch.setattr(main, "_interrupted", threading.Event())
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == f"{main.INTERRUPTED}\n"

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from mergedarts.fanout import _joined
 
@@ -53,8 +54,13 @@ def cluster(world: World) -> Iterator[Any]:
     assert homes() == home
 
 
-def test_ray_repairs_as_one_process_does(world: World, cluster: Any, tmp_path: Path, fresh_cache: Path) -> None:
+def test_ray_repairs_as_one_process_does(
+    world: World, cluster: Any, tmp_path: Path, fresh_cache: Path, request: pytest.FixtureRequest
+) -> None:
     """Each task runs one thread, as this process does: the same bytes, by features made anew."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
     run = write_yaml(tmp_path / "darts.yml", world.run("code", "maths"))
     by_ray = ran("calibrate", run, "--out", tmp_path / "ray", "--json", "--ray")
     assert by_ray.code == 0, by_ray.err

@@ -87,7 +87,12 @@ class _Interrupted(BaseException):
     """Ctrl-C, by a name that typer does not turn into an exit code of its own."""
 
 
+#: Whether Ctrl-C has come: a library may have turned the exception into one of its own.
+_interrupted = threading.Event()
+
+
 def _interrupt(*_: object) -> None:
+    _interrupted.set()
     raise _Interrupted
 
 
@@ -103,13 +108,13 @@ def run() -> None:
                 if hasattr(stream, "reconfigure"):
                     stream.reconfigure(errors="replace")
             app(spelled_out(sys.argv[1:]), standalone_mode=True)
-    except _Interrupted:
-        print(INTERRUPTED, file=sys.stderr)
-        sys.exit(130)
-    except UserError as error:
-        _say(error)
-        sys.exit(2)
-    except Exception as error:
+    except (_Interrupted, Exception) as error:
+        if _interrupted.is_set():
+            print(INTERRUPTED, file=sys.stderr)
+            sys.exit(130)
+        if isinstance(error, UserError):
+            _say(error)
+            sys.exit(2)
         from ..memory import is_out_of_memory, out_of_memory
 
         if not is_out_of_memory(error):
