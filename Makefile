@@ -25,8 +25,9 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 bench: .venv/installed
-	$(BIN)/python benchmarks/fit.py --json > docs/fit.json.new
+	$(BIN)/python benchmarks/fit.py --json --keep docs/fit.part.json > docs/fit.json.new
 	mv docs/fit.json.new docs/fit.json
+	rm docs/fit.part.json
 	$(BIN)/python benchmarks/markdown.py docs/fit.json
 	$(BIN)/python benchmarks/picture.py docs/fit.json docs/fit.png
 

@@ -1,7 +1,8 @@
 """What each part of the method is worth: merge x correction x calibration size x seed, measured on held-out examples.
 
     python benchmarks/ablation.py --quick        # a quarter of an hour on two cores
-    python benchmarks/ablation.py --generation   # the whole grid, and scores of what the models write
+    python benchmarks/ablation.py                # the whole grid
+    python benchmarks/ablation.py --generation   # in its place, scores of what the models write
     python benchmarks/ablation.py --merges "task arithmetic 0.4" --corrections "surgery;DARTS" --sizes 5,50  # a part
 
 Every cell is kept in the cache as soon as it is measured, so that the same command goes on where it stopped; features
@@ -125,13 +126,14 @@ def main() -> None:
     parser.add_argument("--corrections", help="of the whole grid, these corrections alone, separated by ';'")
     parser.add_argument("--sizes", help="of the whole grid, these numbers of prompts alone, separated by ','")
     parser.add_argument("--seeds", type=int, default=5, help="at most so many seeds")
-    parser.add_argument("--generation", action="store_true", help="scores of what the models write, too")
+    parser.add_argument("--generation", action="store_true", help="scores of what the models write, and nothing else")
     parser.add_argument("--docs", type=Path, help="a Markdown file whose marked part takes the tables")
     parser.add_argument("--mark", default="ablation", help="name of the marks")
     args = parser.parse_args()
     quiet_libraries()
     begun = time.monotonic()
     cells = quick_grid() if args.quick else part_of(whole_grid(), args)
+    cells = [] if args.generation else cells
     examples = args.examples or (30 if args.quick else 60)
     records = [record for merge in MERGES for record in run_merge(merge, cells, examples)]
     result: dict[str, Any] = {"quick": args.quick, "examples": examples, "records": records, "generation": []}
@@ -210,18 +212,20 @@ def run_size(merge: str, cells: list[Cell], samples: int, examples: int) -> list
     """Records of the cells of one merge and calibration size: from the cache, or fitted and measured now."""
     base = job_of(merge, samples)
     jobs = {cell: settings_of(base, cell) for cell in cells}
-    records, missing = [], []
+    records: dict[tuple[str, Cell], dict[str, Any]] = {}
+    missing = []
     held_out = {d.name: held_of(base, d, examples) for d in base.domains}
+    plain = (Cell(merge, "none", samples), Cell(merge, "expert", samples))
     for domain in base.domains:
-        wanted = [*cells, Cell(merge, "none", samples), Cell(merge, "expert", samples)]
-        for cell in wanted:
+        for cell in (*cells, *plain):
             path = place(base, domain, held_out[domain.name], cell, jobs.get(cell))
             if path.is_file():
-                records.append(read_json(path))
+                records[domain.name, cell] = read_json(path)
             else:
                 missing.append((domain, cell, path))
+    in_order = [(d.name, cell) for d in base.domains for cell in (*cells, *plain)]
     if not missing:
-        return records
+        return [records[key] for key in in_order]
     fitting: dict[str, DomainJob] = {}
     for domain in base.domains:
         due = [jobs[cell] for d, cell, _ in missing if d is domain and cell in jobs]
@@ -253,9 +257,9 @@ def run_size(merge: str, cells: list[Cell], samples: int, examples: int) -> list
             "examples": by_example(measured),
         }
         write_text(path, json.dumps(record))
-        records.append(record)
+        records[domain.name, cell] = record
         print(f"{merge}, {domain.name}: {cell.correction} {samples} seed {cell.seed}", file=sys.stderr, flush=True)
-    return records
+    return [records[key] for key in in_order]
 
 
 def held_of(job: Job, domain: DomainJob, examples: int) -> DomainJob:

@@ -46,7 +46,7 @@ def grid(result: dict[str, Any], merge: str, domain: str, correction: str, sampl
 
 
 def tables(result: dict[str, Any]) -> str:
-    """All tables as Markdown; of several sizes on one merge, that by size alone, and of answers theirs."""
+    """All tables as Markdown; of several sizes on one merge, that by size alone."""
     if result["generation"]:
         return generation_table(result["generation"])
     records = result["records"]

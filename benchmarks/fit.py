@@ -82,6 +82,9 @@ def main() -> None:
     kept: dict[str, Any] = {"domains": {}, "seconds": {}, "paired": {}, "feature_seconds": 0.0}
     if args.keep and args.keep.exists():
         kept = json.loads(args.keep.read_text(encoding="utf-8"))
+        asked = set(args.variants.split(";") if args.variants else variants(1, 1, args.quick))
+        if any(asked - set(rows_) for rows_ in kept["domains"].values()):
+            raise SystemExit(f"{args.keep} was made with other variants; remove it, or name another file.")
     names = args.domains.split(",")
     for domain in names if args.keep else [args.domains]:
         if domain not in kept["domains"]:

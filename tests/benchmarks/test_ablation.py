@@ -81,7 +81,7 @@ def test_generation_scores(result):
         {"domain": "math", "metric": "exact_answer", "correction": name, "scores": (quality < c).astype(float).tolist()}
         for name, c in (("expert", 0.5), ("none", 0.2), ("DARTS", 0.35))
     ]
-    text = tables.tables(result | {"generation": entries})
+    text = tables.tables(result | {"records": [], "generation": entries})
     row = next(line for line in text.splitlines() if line.startswith("| math | exact_answer"))
     means = [f"{(quality < c).mean():.3f}" for c in (0.2, 0.35, 0.5)]
     assert f"| 200 | DARTS | {' | '.join(means)} |" in row
