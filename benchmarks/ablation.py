@@ -28,6 +28,7 @@ from mergedarts.checksums import digest_files
 from mergedarts.cli.main import quiet_libraries
 from mergedarts.config import Domain, parse_run
 from mergedarts.correction import Correction, Position
+from mergedarts.domains import split_of
 from mergedarts.evaluation import harness
 from mergedarts.features import Readout
 from mergedarts.files import cache_dir, digest_text, read_json, write_text
@@ -40,7 +41,6 @@ from mergedarts.measures import TokenMeasures
 from mergedarts.merging import merge_cached
 from mergedarts.models import load_tokenizer
 from mergedarts.prompts import read_examples
-from mergedarts.repair import split_of
 from mergedarts.runtime import attach
 from mergedarts.store import digest_tensors
 

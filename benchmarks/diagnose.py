@@ -22,12 +22,12 @@ from typing import Any
 
 from mergedarts import parse_run, testbed
 from mergedarts.cli.main import quiet_libraries
+from mergedarts.domains import split_of
 from mergedarts.drift import Case, assemble, domain_drift, layer_drift
 from mergedarts.features import Readout
 from mergedarts.heldout import HeldOut
 from mergedarts.job import prepare, run_expert, run_merged
 from mergedarts.models import load_config, load_tokenizer
-from mergedarts.repair import split_of
 from mergedarts.report import write_report
 
 PARTS = ("passes", "final", "layers")

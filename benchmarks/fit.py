@@ -22,6 +22,7 @@ from rich.table import Table
 from mergedarts import testbed
 from mergedarts.cli.main import quiet_libraries
 from mergedarts.config import Domain, parse_run
+from mergedarts.domains import split_of
 from mergedarts.features import Readout
 from mergedarts.files import write_text
 from mergedarts.fit import expert_extras, fit_domain
@@ -30,7 +31,6 @@ from mergedarts.job import prepare, run_expert, run_merged, with_eval_prompts
 from mergedarts.measures import TokenMeasures, bootstrap
 from mergedarts.models import load_config, parameter_count
 from mergedarts.prompts import read_examples
-from mergedarts.repair import split_of
 
 #: Parameters of a rank-1 LoRA on every linear layer of the testbed, and of every fifth layer at rank 16.
 LORA1, FIFTH = 305_280, 138_240

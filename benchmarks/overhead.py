@@ -1,7 +1,8 @@
 """What corrections cost in speed: tokens a second of decoding and of prefill, with and without them.
 
-On the testbed's merged model (or `--model DIR`), paired: every round runs all variants in turn, and a figure is the
-median over rounds of the ratio to the bare model's speed in the same round. Speed does not depend on the values of a
+On the testbed's merged model (or `--model DIR`), paired: all variants take each single step in turn, so that what else
+the machine does meets them alike, and a figure is the median over steps of the ratio to the bare model's speed in the
+same step, with its 95% bootstrap interval. The variants share their weights. Speed does not depend on the values of a
 correction, so these are zeros of the default's shapes; nothing has to be calibrated. Prints a table, or JSON.
 """
 
@@ -10,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -43,37 +46,79 @@ def correction(model: Any, sites: int, rank: int) -> Correction:
     return Correction({names[(i + 1) * len(names) // sites - 1]: site("residual", rank) for i in range(sites)})
 
 
-@torch.inference_mode()
-def prefill(model: Any, batch: int, length: int) -> float:
-    """Tokens a second of one pass over a batch of prompts."""
-    ids = torch.randint(5, 1000, (batch, length), device=model.device)
-    start = now(model)
-    # All logits: of a slice of the states, which is not contiguous, a CPU's bfloat16 product is far slower than of the
-    # copy that a correction at the final site makes.
-    model(input_ids=ids, use_cache=True)
-    return batch * length / (now(model) - start)
+Timed = dict[str, list[float]]
 
 
-@torch.inference_mode()
-def decode(model: Any, batch: int, prompt: int, steps: int) -> float:
-    """Tokens a second of greedy decoding after a prompt that is not counted."""
-    ids = torch.randint(5, 1000, (batch, prompt), device=model.device)
-    mask = torch.ones(batch, prompt + steps, dtype=torch.long, device=model.device)
-    out = model(input_ids=ids, attention_mask=mask[:, :prompt], use_cache=True, logits_to_keep=1)
-    cache = out.past_key_values if hasattr(out, "past_key_values") else out.cache
-    name = "cache" if hasattr(out, "cache") else "past_key_values"
+def twin(model: Any) -> Any:
+    """A model of the same weights, not of copies of them, with hooks of its own."""
+    shared = [*model.parameters(), *model.buffers()]
+    return deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def timed(model: Any, **inputs: Any) -> tuple[float, Any]:
+    """Seconds of one pass, with all work done that was asked for, and what it gave."""
     start = now(model)
-    for step in range(steps):
-        ids = out.logits[:, -1:].argmax(-1)
-        out = model(input_ids=ids, attention_mask=mask[:, : prompt + step + 1], use_cache=True, **{name: cache})
-    return batch * steps / (now(model) - start)
+    out = model(**inputs)
+    return now(model) - start, out
 
 
 def now(model: Any) -> float:
-    """Seconds, with all work done that was asked for."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def turns(names: list[str], count: int) -> Iterator[list[str]]:
+    """The names in an order that moves on by one each time."""
+    for i in range(count):
+        yield names[i % len(names) :] + names[: i % len(names)]
+
+
+@torch.inference_mode()
+def prefill(models: dict[str, Any], batch: int, length: int, count: int) -> Timed:
+    """Seconds of passes over a batch of prompts, by model."""
+    seconds: Timed = {name: [] for name in models}
+    for number, names in enumerate(turns(list(models), count + 1)):
+        ids = torch.randint(5, 1000, (batch, length), device=models["bare"].device)
+        for name in names:
+            # All logits: of a slice of the states, which is not contiguous, a CPU's bfloat16 product is far slower than
+            # of the copy that a correction at the final site makes.
+            took, _ = timed(models[name], input_ids=ids, use_cache=True)
+            if number:  # the first warms up
+                seconds[name].append(took)
+    return seconds
+
+
+@torch.inference_mode()
+def decode(models: dict[str, Any], batch: int, prompt: int, count: int, restart: int = 32) -> Timed:
+    """Seconds of single steps of greedy decoding, by model; after `restart` steps another prompt begins."""
+    seconds: Timed = {name: [] for name in models}
+    device = models["bare"].device
+    mask = torch.ones(batch, prompt + restart, dtype=torch.long, device=device)
+    last: dict[str, Any] = {}
+    for number, names in enumerate(turns(list(models), count)):
+        step = number % restart
+        if step == 0:
+            ids = torch.randint(5, 1000, (batch, prompt), device=device)
+            for name, model in models.items():
+                last[name] = model(input_ids=ids, attention_mask=mask[:, :prompt], use_cache=True, logits_to_keep=1)
+        for name in names:
+            out = last[name]
+            cache = "cache" if hasattr(out, "cache") else "past_key_values"
+            took, last[name] = timed(
+                models[name], input_ids=out.logits[:, -1:].argmax(-1),
+                attention_mask=mask[:, : prompt + step + 1], use_cache=True, **{cache: getattr(out, cache)},
+            )  # fmt: skip
+            seconds[name].append(took)
+    return seconds
+
+
+def interval(ratios: np.ndarray, draws: int = 2000) -> tuple[float, float]:
+    """95% bootstrap interval of the median of paired ratios."""
+    rng = np.random.default_rng(0)
+    medians = np.median(ratios[rng.integers(0, len(ratios), (draws, len(ratios)))], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
@@ -81,38 +126,30 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         ModelRef(str(args.model or testbed.merged_model())), DTYPES[args.dtype], pick_device(args.device)
     )
     layers = len(decoder_layers(model))
-    variants: dict[str, Correction | None] = {
-        "bare": None,
-        "final": correction(model, 0, 0),
-        "six layers": correction(model, 6, 6),
-        f"all {layers} layers": correction(model, layers, 1),
-    }
-    work = {f"decode, batch {b}": lambda b=b: decode(model, b, args.prompt, args.steps) for b in BATCHES}
-    work |= {f"prefill, batch {b}": lambda b=b: prefill(model, b, args.length) for b in (1, 4)}
-    speeds: dict[str, dict[str, list[float]]] = {name: {v: [] for v in variants} for name in work}
-    for number in range(-1, args.rounds):  # the first round warms up
-        order = list(variants)
-        order = order[number % len(order) :] + order[: number % len(order)]
-        for name, run in work.items():
-            for variant in order:
-                made = variants[variant]
-                with attach(model, {"x": made}, "x") if made is not None else nullcontext():
-                    speed = run()
-                if number >= 0:
-                    speeds[name][variant].append(speed)
+    models = {"bare": model}
+    for name, sites, rank in (("final", 0, 0), ("six layers", 6, 6), (f"all {layers} layers", layers, 1)):
+        models[name] = twin(model)
+        attach(models[name], {"x": correction(model, sites, rank)}, "x")
     out: dict[str, Any] = {
         "model": args.model or "testbed", "dtype": args.dtype, "device": str(model.device),
-        "machine": platform.machine(), "threads": torch.get_num_threads(), "rounds": args.rounds, "work": {},
+        "machine": platform.machine(), "threads": torch.get_num_threads(), "pairs": args.pairs, "work": {},
     }  # fmt: skip
-    for name, by_variant in speeds.items():
-        out["work"][name] = {}
-        for variant, values in by_variant.items():
-            ratios = sorted(v / bare for v, bare in zip(values, by_variant["bare"], strict=True))
-            out["work"][name][variant] = {
-                "tokens_per_second": statistics.median(values),
-                "ratio": statistics.median(ratios),
-                "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+    work = {f"decode, batch {b}": partial(decode, models, b, args.prompt, args.pairs) for b in BATCHES}
+    work |= {
+        f"prefill of {args.length}, batch {b}": partial(prefill, models, b, args.length, max(2, args.pairs // 4))
+        for b in (1, 4)
+    }
+    tokens = [*BATCHES, args.length, 4 * args.length]
+    for (name, run), count in zip(work.items(), tokens, strict=True):
+        seconds = {variant: np.array(values) for variant, values in run().items()}
+        out["work"][name] = {
+            variant: {
+                "tokens_per_second": count / float(np.median(values)),
+                "ratio": float(np.median(seconds["bare"] / values)),
+                "ci": interval(seconds["bare"] / values),
             }
+            for variant, values in seconds.items()
+        }
     return out
 
 
@@ -122,9 +159,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="another model folder")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--pairs", type=int, default=256, help="steps of decoding; a quarter as many prefills")
     parser.add_argument("--prompt", type=int, default=32, help="tokens before decoding begins")
-    parser.add_argument("--steps", type=int, default=16, help="tokens decoded")
     parser.add_argument("--length", type=int, default=256, help="tokens of a prefill")
     args = parser.parse_args()
     quiet_libraries()
@@ -132,14 +168,12 @@ def main() -> None:
     if args.json:
         print(json.dumps(result, default=str))
         return
-    table = Table(title=f"speed relative to the bare model, median of {args.rounds} rounds", title_justify="left")
+    table = Table(title=f"speed relative to the bare model, median of {args.pairs} steps", title_justify="left")
     names = list(next(iter(result["work"].values())))
     for name in ("", "tokens/s bare", *names[1:]):
         table.add_column(name, justify="right" if name else "left")
     for name, row in result["work"].items():
-        cells = (
-            f"{row[v]['ratio']:.3f} \\[{row[v]['quartiles'][0]:.3f}, {row[v]['quartiles'][1]:.3f}]" for v in names[1:]
-        )
+        cells = (f"{row[v]['ratio']:.3f} \\[{row[v]['ci'][0]:.3f}, {row[v]['ci'][1]:.3f}]" for v in names[1:])
         table.add_row(name, f"{row['bare']['tokens_per_second']:,.0f}", *cells)
     Console().print(table)
 

@@ -16,10 +16,9 @@ from mergedarts.features import (
     continuations,
     entropy,
     final_states,
-    keep_head,
-    load_head,
     padded,
 )
+from mergedarts.heads import keep_head, load_head
 from mergedarts.store import FeatureStore
 from tests.tiny import FAMILIES, LAYERS, VOCAB, D, head_input, prompt_set, slow_logits, states_after, tiny
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mergedarts.correction import Correction, Position
-from mergedarts.features import Readout, collect, keep_head
+from mergedarts.features import Readout, collect
+from mergedarts.heads import keep_head
 from mergedarts.heldout import HeldOut
 from mergedarts.job import DomainJob
 from mergedarts.models import ModelRef, decoder_layers

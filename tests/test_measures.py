@@ -39,7 +39,7 @@ def test_measures_by_hand(family, rows, monkeypatch):
     model = tiny(family)
     ours, theirs, entropy, follow, sequence = inputs()
     head = None if rows is None else (0.3 * torch.randn(rows, D, generator=torch.Generator().manual_seed(5)), None)
-    got = measure(Readout(model), ours, theirs, head, entropy, follow, sequence)
+    (got,) = measure(Readout(model), [(ours, None)], theirs, head, entropy, follow, sequence)
     q = slow_logits(model, ours).double()
     p = slow_logits(model, theirs).double() if head is None else capped(model, theirs @ head[0].T).double()
     both = min(VOCAB, rows or VOCAB)
@@ -64,12 +64,33 @@ def test_states_read_by_another_head():
     """The expert by its own head: no distance from itself, and its own likelihood."""
     model, (_, theirs, entropy, follow, sequence) = tiny("llama"), inputs()
     head = (0.3 * torch.randn(VOCAB, D, generator=torch.Generator().manual_seed(5)), None)
-    got = measure(Readout(model), theirs, theirs, head, entropy, follow, sequence, states_head=head)
+    got, copy = measure(
+        Readout(model), [(theirs, head), (theirs.clone(), head)], theirs, head, entropy, follow, sequence
+    )
     assert float(got.kl.abs().max()) < 1e-6
     assert float(got.agree.min()) == 1.0
     for t in (0, N - 1):
         want = -log_softmax((theirs[t] @ head[0].T).tolist())[int(follow[t])]
         assert float(got.nll[t]) == pytest.approx(want, rel=1e-5)
+    for name in ("kl", "agree", "nll", "l1"):
+        torch.testing.assert_close(getattr(copy, name), getattr(got, name), atol=1e-6, rtol=0)
+
+
+def test_several_states_at_once_are_each_as_alone(monkeypatch):
+    """With heads of other lengths among them, in chunks that do not divide the tokens."""
+    monkeypatch.setattr(features, "CHUNK_ELEMENTS", 1)
+    model, (ours, theirs, entropy, follow, sequence) = tiny("llama"), inputs()
+    small, large = (
+        (0.3 * torch.randn(rows, D, generator=torch.Generator().manual_seed(rows)), None) for rows in (VOCAB, 120)
+    )
+    for expert in (None, small, large):
+        read = [(ours, None), (theirs, None), (theirs, expert), (ours, large)]
+        together = measure(Readout(model), read, theirs, expert, entropy, follow, sequence)
+        for pair, found in zip(read, together, strict=True):
+            (alone,) = measure(Readout(model), [pair], theirs, expert, entropy, follow, sequence)
+            for name in ("kl", "agree", "nll", "l1", "entropy", "sequence"):
+                assert torch.equal(getattr(found, name), getattr(alone, name))
+    assert float(together[0].kl.min()) > 0 == float(together[2].kl.max())
 
 
 def sample(seed, n=50, sequences=8, shift=0.0):

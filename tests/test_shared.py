@@ -13,7 +13,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from mergedarts import features
+from mergedarts import heads
 from mergedarts.errors import UserError
 from mergedarts.files import cache_dir
 from mergedarts.shared import MARK, Shared
@@ -141,18 +141,18 @@ def test_output_embeddings_are_shared(place, machine):
     machine("a")
     store = store_of(place)
     with store.making("head"):
-        features.keep_head(model, store)
-        features.share_head(store)
+        heads.keep_head(model, store)
+        heads.share_head(store)
     machine("b")
     store = store_of(place)
-    weight, bias = features.load_head(store, other)
+    weight, bias = heads.load_head(store, other)
     assert torch.equal(weight, model.get_output_embeddings().weight)
     assert bias is None
     (key,) = (key for key in contents(place) if key.startswith("heads/"))
     put(place, key, contents(place)[key][:-1] + b"x")
     shutil.rmtree(cache_dir() / "heads")
     with pytest.raises(UserError, match="is damaged") as caught:
-        features.load_head(store, other)
+        heads.load_head(store, other)
     assert str(caught.value).startswith(f"{place}/{key} is ")
     assert list((cache_dir() / "heads").iterdir()) == []
 

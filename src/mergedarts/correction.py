@@ -183,6 +183,9 @@ class Correction(nn.Module):
             assert isinstance(site, SiteCorrection)
             yield name, site
 
+    def __len__(self) -> int:
+        return len(self._names)
+
     @property
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import testbed
 from .config import Domain, parse_run
 from .correction import Correction
+from .domains import Clock, split_of
 from .drift import Case, DomainDrift, Drift, assemble, domain_drift, measure_on
 from .errors import UserError
 from .features import Readout
@@ -25,7 +26,7 @@ from .measures import TokenMeasures, bootstrap, ratio
 from .models import load_tokenizer
 from .progress import say, warn
 from .prompts import read_examples
-from .repair import Clock, calibrate, split_of
+from .repair import calibrate
 from .repaired import read_corrections
 from .report import PAGE, check_writable, write_report
 from .runtime import attach
@@ -131,8 +132,9 @@ def _measure(
             check = HeldOut(job, domain, model, readout, chosen)
             states = {"merged": check.merged_states}
             states |= {variant: check.states(corrections[variant][name]) for variant in corrections}
-            measures = {variant: check.measure(state) for variant, state in states.items()}
-            out[name] = measures | {"expert": check.expert()}
+            *found_, expert = check.measure_all(*((s, None) for s in states.values()), (check.target, check.head))
+            measures = dict(zip(states, found_, strict=True))
+            out[name] = measures | {"expert": expert}
         with clock.stage("diagnosis"):
             run_merged(job, calibrated, model)
             case = Case(calibrated, split_of(job, calibrated)[0], domain, chosen)

@@ -137,8 +137,10 @@ def _check(check: HeldOut | None, correction: Correction) -> tuple[bool, dict[st
     if check is None:
         return True, None
     with torch.inference_mode():
-        before, after, expert = check.merged(), check.corrected(correction), check.expert()
-        floor = check.expert_under_merged_head()
+        before, after, expert, floor = check.measure_all(
+            (check.merged_states, None), (check.states(correction), None),
+            (check.target, check.head), (check.target, None),
+        )  # fmt: skip
     table = comparison(before, after) | {"expert": expert.means(), "head_floor_kl": floor.means()["kl"]}
     kl_before, kl_after = table["merged"]["kl"], table["repaired"]["kl"]
     return bool(kl_before - kl_after > max(LEAST_GAIN, 1e-3 * kl_before)), table

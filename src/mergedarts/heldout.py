@@ -12,7 +12,8 @@ import torch
 
 from .correction import Correction
 from .distributed import gather, total
-from .features import Readout, final_states, load_head
+from .features import Readout, final_states
+from .heads import Head, load_head
 from .job import DomainJob, Job
 from .measures import TokenMeasures, joined, measure
 from .runtime import attach
@@ -33,6 +34,7 @@ class HeldOut:
     Attributes:
         prompts: the chosen sequences, in the order of the set; what follows is of their tokens in flat order.
         target: [m, d] final states of the expert.
+        head: its output embedding, None where it is the merged model's.
         entropy: [m] of the expert, nats.
         sequence: [m] number in the domain's set of the sequence each token is from.
         counted: [m] which tokens are measured: those that predict a response, or where there are none all but the last.
@@ -78,7 +80,7 @@ class HeldOut:
 
     def expert(self) -> TokenMeasures:
         """Of the expert itself: no distance, and its own likelihood."""
-        return self.measure(self.target, own_head=False)
+        return self.measure_all((self.target, self.head))[0]
 
     def expert_under_merged_head(self) -> TokenMeasures:
         """Of the expert's states read by the merged head: the floor of any correction of states."""
@@ -112,17 +114,19 @@ class HeldOut:
         final_states(self._model, self.prompts, take, f"{self._domain.name}: held-out check")
         return states
 
-    def measure(self, states: torch.Tensor, own_head: bool = True) -> TokenMeasures:
-        """Of final states [m, d], at the tokens that are counted; read by the expert's head unless `own_head`."""
+    def measure(self, states: torch.Tensor) -> TokenMeasures:
+        """Of final states [m, d] read by the merged model's head, at the tokens that are counted."""
+        return self.measure_all((states, None))[0]
+
+    def measure_all(self, *read: tuple[torch.Tensor, Head | None]) -> list[TokenMeasures]:
+        """Of several final states [m, d], each with the head to read it with, for little more than of one.
+
+        None is the merged model's head; `target` with `head` is the expert itself.
+        """
         kept = self.counted
-        mine = measure(
-            self._readout,
-            states[kept],
-            self.target[kept],
-            self.head,
-            self.entropy[kept],
-            self._next[kept],
-            self.sequence[kept],
-            states_head=None if own_head else self.head,
+        target = self.target[kept]
+        pairs = [(target if states is self.target else states[kept], head) for states, head in read]
+        found = measure(
+            self._readout, pairs, target, self.head, self.entropy[kept], self._next[kept], self.sequence[kept]
         )
-        return joined(gather(mine))
+        return [joined(gather(mine)) for mine in found]

@@ -18,6 +18,7 @@ from . import features
 from .config import RunFile
 from .distributed import deal, every, rank, size, total
 from .errors import UserError
+from .heads import keep_head, share_head
 from .merging import merge_cached
 from .models import (
     DTYPES,
@@ -244,9 +245,9 @@ def run_expert(
         if missing:
             model = model or job.load(domain.expert)
             lacking = [i for i in layers if f"layer-{i}" in missing]
-            features.keep_head(model, store)
+            keep_head(model, store)
             features.collect(model, domain.prompts, store, f"{domain.name}: expert", lacking, entropies=True)
-        features.share_head(store)
+        share_head(store)
     return domain, model
 
 

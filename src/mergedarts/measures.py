@@ -5,6 +5,7 @@ Knows states, heads and entropies of held-out tokens; runs no decoder and makes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from .features import Readout
+from .heads import Head
 
 #: Entropy in nats above which a token counts as one where the expert is undecided.
 HIGH_ENTROPY = 1.0
@@ -67,46 +69,65 @@ def joined(parts: list[TokenMeasures]) -> TokenMeasures:
 
 def measure(
     readout: Readout,
-    states: torch.Tensor,
+    read: Sequence[tuple[torch.Tensor, Head | None]],
     expert_states: torch.Tensor,
-    expert_head: tuple[torch.Tensor, torch.Tensor | None] | None,
+    expert_head: Head | None,
     entropy: torch.Tensor,
     next_ids: torch.Tensor,
     sequence: torch.Tensor,
-    states_head: tuple[torch.Tensor, torch.Tensor | None] | None = None,
-) -> TokenMeasures:
-    """Measure tokens chunk by chunk, so that no [tokens, vocabulary] tensor of the whole set exists.
+) -> list[TokenMeasures]:
+    """Measure states against the expert's, chunk by chunk, so that no [tokens, vocabulary] tensor of all exists.
+
+    The expert's predictions are made once for all that is measured against them.
 
     Args:
         readout: of the merged model.
-        states: [n, d] its (corrected) final states at the tokens to measure.
+        read: final states [n, d] at the tokens to measure, and the output embedding to read them with, None for the
+            merged model's; for each set of states there is a result.
         expert_states: [n, d].
         expert_head: the expert's output embedding, None where it is the merged model's.
         entropy: [n] of the expert.
         next_ids: [n] the reference's next tokens.
         sequence: [n] index of the sequence of each token.
-        states_head: the output embedding to read `states` with, None for the merged model's.
     """
-    kl, agree, nll = [], [], []
-    for h, target, follow in zip(
-        states.split(readout.chunk), expert_states.split(readout.chunk), next_ids.split(readout.chunk), strict=True
-    ):
-        ours, theirs = readout(h, states_head), readout(target, expert_head)
-        follow = follow.to(ours.device)
-        nll.append(-ours.log_softmax(-1).gather(-1, follow[:, None]).squeeze(-1))
-        rows = min(ours.shape[-1], theirs.shape[-1])
-        log_q, log_p = ours[:, :rows].log_softmax(-1), theirs[:, :rows].log_softmax(-1)
-        kl.append((log_p.exp() * (log_p - log_q)).nan_to_num(0.0).sum(-1).clamp(min=0))
-        agree.append(ours[:, :rows].argmax(-1) == theirs[:, :rows].argmax(-1))
-    l1 = (states.float() - expert_states.float()).abs().mean(-1)
-    return TokenMeasures(
-        l1.cpu().double(),
-        entropy.cpu().double(),
-        torch.cat(kl).cpu().double(),
-        torch.cat(agree).cpu().double(),
-        torch.cat(nll).cpu().double(),
-        sequence.cpu(),
-    )
+    columns: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in read]
+    for start in range(0, len(expert_states), readout.chunk):
+        part = slice(start, start + readout.chunk)
+        expert = _Prediction(readout(expert_states[part], expert_head), next_ids[part])
+        for column, (states, head) in zip(columns, read, strict=True):
+            same = states is expert_states and head is expert_head
+            column.append(expert.of(expert if same else _Prediction(readout(states[part], head), next_ids[part])))
+    out = []
+    for column, (states, _) in zip(columns, read, strict=True):
+        l1 = (states.float() - expert_states.float()).abs().mean(-1)
+        kl, agree, nll = (torch.cat(values).cpu().double() for values in zip(*column, strict=True))
+        out.append(TokenMeasures(l1.cpu().double(), entropy.cpu().double(), kl, agree, nll, sequence.cpu()))
+    return out
+
+
+class _Prediction:
+    """What logits [n, vocabulary] say of tokens whose next ids [n] are known."""
+
+    def __init__(self, logits: torch.Tensor, following: torch.Tensor) -> None:
+        self._logits, self._following = logits, following.to(logits.device)
+        self._logs: dict[int, torch.Tensor] = {}
+        self._weights: dict[int, torch.Tensor] = {}
+
+    def log(self, rows: int) -> torch.Tensor:
+        """[n, rows] log-probabilities over the first rows of the vocabulary."""
+        if rows not in self._logs:
+            self._logs[rows] = self._logits[:, :rows].log_softmax(-1)
+        return self._logs[rows]
+
+    def of(self, other: _Prediction) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """KL from this to another's, whether both have the same likeliest token, and the other's NLL; each [n]."""
+        size = other._logits.shape[-1]
+        rows = min(size, self._logits.shape[-1])
+        if rows not in self._weights:
+            self._weights[rows] = self.log(rows).exp()
+        kl = (self._weights[rows] * (self.log(rows) - other.log(rows))).nan_to_num(0.0).sum(-1).clamp(min=0)
+        agree = self._logits[:, :rows].argmax(-1) == other._logits[:, :rows].argmax(-1)
+        return kl, agree, -other.log(size).gather(-1, other._following[:, None]).squeeze(-1)
 
 
 def bootstrap(

@@ -13,7 +13,7 @@ from . import __version__, distributed, fanout
 from .claims import claim
 from .config import Domain, RunFile
 from .correction import Correction
-from .domains import LEAST_GAIN, Clock, Outcome, held_out, merged_model, repair_domain, run_experts, split_of
+from .domains import Clock, Outcome, held_out, merged_model, repair_domain, run_experts, split_of
 from .errors import UserError
 from .features import Readout
 from .fit import check_processes, layers_needed
@@ -28,8 +28,6 @@ from .routing import fit_routing, wrong_routing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["LEAST_GAIN", "Clock", "calibrate", "split_of"]
 
 
 def calibrate(run: RunFile, out: Path, base: Path | None = None, ray: str | None = None) -> dict[str, Any]:

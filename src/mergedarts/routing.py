@@ -96,13 +96,11 @@ def wrong_routing(
     with torch.inference_mode():
         for name, check in checks.items():
             bare = float(tables[name]["merged"]["kl"])
-            out[name] = {}
-            for other, correction in corrections.items():
-                if not dict(correction.items()):
-                    out[name][other] = bare
-                elif other == name:
-                    out[name][other] = float(tables[name]["repaired"]["kl"])
-                else:
-                    out[name][other] = float(check.corrected(correction).means()["kl"] or 0.0)
+            others = [other for other, correction in corrections.items() if correction and other != name]
+            measured = check.measure_all(*((check.states(corrections[other]), None) for other in others))
+            out[name] = dict.fromkeys(corrections, bare)  # a correction without sites is none
+            if corrections[name]:
+                out[name][name] = float(tables[name]["repaired"]["kl"])
+            out[name] |= {o: float(m.means()["kl"] or 0.0) for o, m in zip(others, measured, strict=True)}
             out[name][UNSURE] = bare
     return out

@@ -11,7 +11,8 @@ import torch
 from mergedarts.drift import Case, assemble, domain_drift
 from mergedarts.drift.layers import LayerSums
 from mergedarts.drift.tokens import STATE_MEASURES
-from mergedarts.features import Readout, collect, keep_head
+from mergedarts.features import Readout, collect
+from mergedarts.heads import keep_head
 from mergedarts.heldout import HeldOut
 from mergedarts.job import DomainJob
 from mergedarts.models import ModelRef

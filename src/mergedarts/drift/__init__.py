@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..config import Domain, RunFile
+from ..domains import split_of
 from ..errors import UserError
 from ..features import Readout
 from ..heldout import HeldOut
@@ -20,7 +21,6 @@ from ..job import DomainJob, Job, check_lengths, prepare, run_expert, run_merged
 from ..measures import TokenMeasures
 from ..models import load_config, load_tokenizer
 from ..prompts import PromptSet, read_examples
-from ..repair import split_of
 from ..runtime import attach
 from .bootstrap import Estimate, Resampler
 from .calibrated import Calibrated
@@ -179,7 +179,7 @@ def _diagnose(
                     by_layer["repaired"], states["repaired"] = layer_drift(job, case, held, model, depth, "repaired")
             else:
                 states["repaired"] = held.states(correction)
-        measures = {key: held.measure(state) for key, state in states.items()}
+        measures = dict(zip(states, held.measure_all(*((state, None) for state in states.values())), strict=True))
         domains[name], sums[name] = domain_drift(job, case, held, readout, tokenizer, states, measures, by_layer)
     return assemble(job, domains, sums)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import __version__
 from ..checksums import write_sums
+from ..domains import LEAST_GAIN, split_of
 from ..errors import UserError
 from ..features import Readout
 from ..files import write_text
@@ -21,7 +22,6 @@ from ..job import Job, run_expert
 from ..measures import TokenMeasures, bootstrap, ratio
 from ..models import ModelRef, load_model, load_tokenizer
 from ..progress import say
-from ..repair import LEAST_GAIN, split_of
 from ..repaired import job_of, load, read_config, read_corrections
 from .card import export_card
 from .hub import write_hub

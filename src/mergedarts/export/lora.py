@@ -56,7 +56,7 @@ def lora_of(
     Raises:
         UserError: the domain has no correction, or the model has no layer that writes straight to the stream.
     """
-    if not dict(correction.items()):
+    if not correction:
         raise UserError(f"Domain '{domain.name}' ships uncorrected, so there is nothing to export; export another one.")
     if is_lora(correction):
         return correction, False

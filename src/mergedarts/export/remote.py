@@ -10,6 +10,8 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+from ..serving.plugin import PREFIX
+
 #: Modules of the package in the order of their need, and the definitions to take (all where none is named).
 SOURCES: dict[str, tuple[str, ...]] = {
     "errors": ("UserError",),
@@ -24,7 +26,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 
 def class_name(stock: str) -> str:
     """The name of the class that stands for a stock class: one that no tool takes for the stock model."""
-    return f"Mergedarts{stock}"
+    return f"{PREFIX}{stock}"
 
 
 def remote_code(stock: str) -> str:

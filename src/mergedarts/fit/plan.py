@@ -13,8 +13,9 @@ import torch
 from ..config import EverySite, PositionForm
 from ..correction import Correction
 from ..errors import UserError
-from ..features import Readout, load_head
+from ..features import Readout
 from ..files import digest_text
+from ..heads import load_head
 from ..heldout import HeldOut
 from ..job import DomainJob, Job
 from ..models import outline, parameter_count
