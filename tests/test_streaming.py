@@ -70,11 +70,12 @@ def test_readout_router_means_and_corrected_states(family, saved):
     states, logits = head_input(model, prompts.sequences[0].ids)
     torch.testing.assert_close(Readout(streamed)(states), logits, **CLOSE)
     template = Template((), ())
-    means = [
-        prompt_means(each, prompts, template, FeatureStore(name, "p", torch.float32), "test")
-        for name, each in (("whole", model), ("streamed", streamed))
-    ]
-    torch.testing.assert_close(means[1], means[0], **CLOSE)
+    for depths in ([0], [0, 1], [1, LAYERS]):
+        means = [
+            prompt_means(each, prompts, template, FeatureStore(name, "p", torch.float32), depths, "test")
+            for name, each in (("whole", model), ("streamed", streamed))
+        ]
+        torch.testing.assert_close(means[1], means[0], **CLOSE)
     found = []
     for each in (model, streamed):
         rows = torch.full((prompts.tokens, D), float("nan"))

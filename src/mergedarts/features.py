@@ -88,6 +88,7 @@ def final_states(
     take: Callable[[list[int], torch.Tensor], None],
     title: str,
     begin: Callable[[list[int]], None] = lambda batch: None,
+    layers: int | None = None,
 ) -> None:
     """Run a model once over the sequences and hand out the input of its output embedding.
 
@@ -95,32 +96,34 @@ def final_states(
         take: called with a batch of sequence indices and their states [B, T, d], right-padded.
         title: of the progress bar.
         begin: called with a batch of sequence indices before the model runs on it.
+        layers: run only so many decoder layers, not all, for what hooks on them see; nothing is handed out.
 
     Raises:
         UserError: a state is not finite, as happens when a merge overflows in float16.
     """
     if is_streamed(model):
-        _streamed_states(model, prompts, take, title, begin)
+        _streamed_states(model, prompts, take, title, begin, layers=layers)
         return
     caught: list[torch.Tensor] = []
 
-    def catch(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        caught.append(inputs[0])
+    def catch(_module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append(inputs[0] if inputs else kwargs["hidden_states"])
         raise _Stop
 
     device = next(model.parameters()).device
-    head = model.get_output_embeddings()
+    end = model.get_output_embeddings() if layers is None else decoder_layers(model)[layers][1]
 
     def run(batch: list[int]) -> torch.Tensor:
         begin(batch)
-        with suppress(_Stop), hooked(head.register_forward_pre_hook(catch)):
+        with suppress(_Stop), hooked(end.register_forward_pre_hook(catch, with_kwargs=True)):
             model(input_ids=padded(prompts, batch, device), use_cache=False)
         return caught.pop()
 
     with bar(title, prompts.tokens) as advance:
         for batch, state in by_halves(batches(prompts), run, prompts.length, title):
             check_finite(state, title)
-            take(batch, state)
+            if layers is None:
+                take(batch, state)
             advance(sum(len(prompts.sequences[i]) for i in batch))
 
 
@@ -132,17 +135,19 @@ def _streamed_states(
     begin: Callable[[list[int]], None],
     start: tuple[int, torch.Tensor] | None = None,
     done: Callable[[int], None] = lambda layer: None,
+    layers: int | None = None,
 ) -> None:
     """`final_states`, each layer over all sequences before the next; `done` is called with each layer's number."""
     from .layerwise import LayerRunner  # which runs batches as made here
 
     runner = LayerRunner(model, prompts, begin, start)
-    with bar(title, prompts.tokens * (runner.layers - runner.depth)) as advance:
-        while runner.depth < runner.layers:
+    last = runner.layers if layers is None else layers
+    with bar(title, prompts.tokens * (last - runner.depth)) as advance:
+        while runner.depth < last:
             for tokens in runner.step():
                 advance(tokens)
             done(runner.depth - 1)
-        for batch, state in runner.final():
+        for batch, state in runner.final() if layers is None else ():
             check_finite(state, title)
             take(batch, state)
 

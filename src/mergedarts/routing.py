@@ -12,7 +12,7 @@ import torch
 from .correction import Correction
 from .distributed import every
 from .errors import UserError
-from .fit.router import FOLDS, Template, choose_depth, prompt_means, prompt_part
+from .fit.router import FOLDS, Template, choose_depth, depth_groups, prompt_means, prompt_part
 from .heldout import HeldOut
 from .job import DomainJob, Job
 from .models import decoder_layers
@@ -49,28 +49,40 @@ def fit_routing(
     parts = [PromptSet(tuple(prompt_part(s) for s in domain.prompts.sequences)) for domain in domains]
     template = Template.of(every([s.ids for part in parts for s in part.sequences]))
     names = [domain.name for domain in domains]
-    rows: dict[str, list[torch.Tensor]] = {"fit": [], "held": []}
-    for domain, part, (fitted, held) in zip(domains, parts, splits, strict=True):
-        store = job.store(job.merged_print, part)
-        means = prompt_means(model, part, template, store, f"{domain.name}: prompts for the router")
-        # A prompt that is nothing but the template has no mean.
-        for key, mine in (("fit", fitted), ("held", held)):
-            pairs = every([(domain.whole_places[i], means[i]) for i in mine])
+
+    def means(depths: list[int], part: int) -> list[torch.Tensor]:
+        """By domain, [N, depths, d] of the prompts fitted on (part 0) or held out (1)."""
+        out = []
+        for domain, prompts, split in zip(domains, parts, splits, strict=True):
+            store = job.store(job.merged_print, prompts)
+            title = f"{domain.name}: prompts for the router"
+            found = prompt_means(model, prompts, template, store, depths, title)
+            pairs = every([(domain.whole_places[i], found[i]) for i in split[part]])
             ordered = [mean for _, mean in sorted(pairs, key=lambda pair: pair[0])]
-            rows[key].append(torch.stack(ordered) if ordered else means[:0])
-        rows["fit"][-1] = rows["fit"][-1][rows["fit"][-1][:, 0, 0].isfinite()]
-    few = [name for name, x in zip(names, rows["fit"], strict=True) if len(x) < FOLDS]
+            rows = torch.stack(ordered) if ordered else found[:0]
+            # A prompt that is nothing but the template has no mean, and cannot be fitted on.
+            out.append(rows if part else rows[rows[:, 0, 0].isfinite()])
+        return out
+
+    free = free_depth(model, [name for c in corrections.values() for name, _ in c.items()])
+    near = depth_groups(layers, free)[0]
+    few = [name for name, x in zip(names, means(near, 0), strict=True) if len(x) < FOLDS]
     if few:
         return None, {"note": f"no router was fitted: it needs {FOLDS} different prompts of domain '{few[0]}'."}
-    labels = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x in rows["fit"]]))
-    free = free_depth(model, [name for c in corrections.values() for name, _ in c.items()])
-    found, folds = choose_depth(torch.cat(rows["fit"]), labels, names, free, template)
+
+    def labelled(depths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = means(depths, 0)
+        return torch.cat(rows), torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x in rows]))
+
+    found, folds = choose_depth(labelled, names, layers, free, template)
     router = found.router
+    group = next(depths for depths in depth_groups(layers, free) if router.depth in depths)
     confusion: dict[str, dict[str, int]] = {}
-    for name, x in zip(names, rows["held"], strict=True):
-        chosen = router.choose(x[:, router.depth]) if len(x) else []
+    held = means(group, 1)
+    for name, x in zip(names, held, strict=True):
+        chosen = router.choose(x[:, group.index(router.depth)]) if len(x) else []
         confusion[name] = {(other or UNSURE): chosen.count(other) for other in [*names, None]}
-    right, count = sum(confusion[n][n] for n in names), sum(map(len, rows["held"]))
+    right, count = sum(confusion[n][n] for n in names), sum(map(len, held))
     return router, {
         "depth": router.depth,
         "layers": layers,

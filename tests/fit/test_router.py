@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.optimize import minimize_scalar
 
+from mergedarts.features import hooked
 from mergedarts.fit.router import (
     FOLDS,
     Template,
@@ -15,11 +16,16 @@ from mergedarts.fit.router import (
     prompt_means,
     prompt_part,
 )
+from mergedarts.models import decoder_layers
 from mergedarts.prompts import PromptSet, TokenSequence
 from mergedarts.store import FeatureStore
 from tests.tiny import LAYERS, D, prompt_set, states_after, tiny
 
 NONE = Template((), ())
+
+
+def layers(model):
+    return [layer for _, layer in decoder_layers(model)]
 
 
 def clouds(count=20, width=30, apart=1.0, seed=0, classes=3):
@@ -100,7 +106,14 @@ def test_depth_is_free_where_that_is_good_enough():
 
     def chosen(depths, free):
         means = torch.stack([good if deep else noise for deep in depths], 1)
-        found, accuracy = choose_depth(means, labels, ["a", "b", "c"], free, NONE)
+        asked = []
+
+        def some(wanted):
+            asked.extend(wanted)
+            return means[:, wanted], labels
+
+        found, accuracy = choose_depth(some, ["a", "b", "c"], len(depths) - 1, free, NONE)
+        assert sorted(asked) == sorted(accuracy)
         return found.router.depth, accuracy
 
     everywhere, _ = chosen([1] * 9, 1)
@@ -108,8 +121,11 @@ def test_depth_is_free_where_that_is_good_enough():
     assert chosen([0, 1, 1, 1, 1, 1, 1, 1, 1], 1)[0] == 1
     depth, accuracy = chosen([0, 0, 1, 1, 1, 1, 1, 1, 1], 1)
     assert depth == 2  # the earliest that is good, in a second pass
-    assert set(accuracy) == {0, 1, 2, 4, 6, 8}
+    assert set(accuracy) == {0, 1, 2}  # which are a quarter of the layers: no more were run
     assert accuracy[0] < 0.6 < accuracy[2]
+    depth, accuracy = chosen([0, 0, 0, 0, 1, 1, 1, 1, 1], 1)
+    assert depth == 4
+    assert set(accuracy) == {0, 1, 2, 4, 6, 8}
     assert chosen([0, 0, 0, 0, 1, 1, 1, 1, 1], 8)[0] == 4
 
 
@@ -137,10 +153,17 @@ def test_means_are_those_of_plain_passes(family):
     template = Template((40, 41), (42,))
     prompts = PromptSet(tuple(TokenSequence((40, 41, *s.ids, 42), (False,) * (len(s) + 3)) for s in inner.sequences))
     store = FeatureStore("m", prompts.digest, torch.float32)
-    means = prompt_means(model, prompts, template, store, "t")
+    depths = list(range(LAYERS + 1))
+    means = prompt_means(model, prompts, template, store, depths, "t")
     for i, s in enumerate(prompts.sequences):
         states = states_after(model, s.ids, list(range(LAYERS)))
         for layer in range(LAYERS):
             torch.testing.assert_close(means[i, layer + 1], states[layer][2:-1].mean(0), atol=1e-5, rtol=1e-4)
     assert means.shape == (3, LAYERS + 1, D)
-    assert torch.equal(prompt_means(None, prompts, template, store, "t"), means)  # from the store
+    assert torch.equal(prompt_means(None, prompts, template, store, depths, "t"), means)  # from the store
+    ran = []
+    with hooked(*(layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(layers(model)))):
+        for some in ([0], [0, 1], [1], [LAYERS]):
+            ran.clear()
+            assert torch.equal(prompt_means(model, prompts, template, store, some, "t"), means[:, some])
+            assert set(ran) == set(range(max(1, *some)))  # and no further

@@ -78,13 +78,11 @@ def choose_share(
     check = held_out(kept)
     if len(check) == 0:
         return 0.0, {}
-    states = []
+    kl: dict[float, float] = {}
     for share in SHARES:
         correction = fit_share(model, factors, share, budget, rest, depth)
         with torch.inference_mode():
-            states.append((check.states(correction), None))
-    with torch.inference_mode():
-        kl = {s: float(found.kl.mean()) for s, found in zip(SHARES, check.measure_all(*states), strict=True)}
+            kl[share] = float(check.corrected(correction).kl.mean())
     best = min(kl, key=lambda share: kl[share])
     if kl[best] > (1 - LEAST_ADVANTAGE) * kl[0.0]:
         best = 0.0

@@ -5,6 +5,7 @@ Knows prompts, their mean states and the algebra in float64; how a router is use
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ FOLDS = 5
 QUANTILE = 0.99
 #: Accuracy on the folds that a cheaper reading may lose against the best.
 TOLERANCE = 0.01
+#: Accuracy on the folds at which no deeper reading is tried.
+ENOUGH = 0.98
 
 
 def prompt_part(sequence: TokenSequence) -> TokenSequence:
@@ -64,24 +67,29 @@ def _common(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def prompt_means(
-    model: PreTrainedModel, prompts: PromptSet, template: Template, store: FeatureStore, title: str
+    model: PreTrainedModel, prompts: PromptSet, template: Template, store: FeatureStore, depths: list[int], title: str
 ) -> torch.Tensor:
-    """[N, layers + 1, d] float32 mean state of each prompt before the first layer and after each, by way of the store.
+    """[N, depths, d] float32 mean state of each prompt after so many layers, by way of the store.
+
+    The model runs to the deepest of them.
 
     Args:
         model: the merged model, uncorrected.
         prompts: the parts of the sequences that come before the last response.
+        depths: 0 is before the first layer.
     """
-    name = f"prompt-means-{digest_text(repr(template))[:12]}"
+    name = f"prompt-means-{digest_text(repr((template, depths)))[:12]}"
     with store.making(name) as missing:
         if missing:
-            store.save(name, {"means": _prompt_means(model, prompts, template, title)})
+            store.save(name, {"means": _prompt_means(model, prompts, template, depths, title)})
     return store.load(name)["means"]
 
 
-def _prompt_means(model: PreTrainedModel, prompts: PromptSet, template: Template, title: str) -> torch.Tensor:
+def _prompt_means(
+    model: PreTrainedModel, prompts: PromptSet, template: Template, depths: list[int], title: str
+) -> torch.Tensor:
     layers = [layer for _, layer in decoder_layers(model)]
-    out = torch.empty(len(prompts.sequences), len(layers) + 1, model.get_output_embeddings().weight.shape[1])
+    out = torch.empty(len(prompts.sequences), len(depths), model.get_output_embeddings().weight.shape[1])
     current: list[int] = []
     counted = torch.empty(0, dtype=torch.bool)
 
@@ -92,20 +100,26 @@ def _prompt_means(model: PreTrainedModel, prompts: PromptSet, template: Template
         real = torch.arange(int(lengths.max())) < lengths[:, None]
         counted = content(padded(prompts, batch, lengths.device), real, list(template.prefix), list(template.suffix))
 
-    def keep(depth: int, states: torch.Tensor) -> None:
+    def keep(place: int, states: torch.Tensor) -> None:
         if current:  # not in a trial run
-            out[current, depth] = mean_state(states, counted).cpu()
+            out[current, place] = mean_state(states, counted).cpu()
 
-    def enter(_module: Any, args: Any, kwargs: Any) -> None:
-        keep(0, args[0] if args else kwargs["hidden_states"])
+    def enter(place: int) -> Any:
+        return lambda module, args, kwargs: keep(place, args[0] if args else kwargs["hidden_states"])
 
-    def leave(depth: int) -> Any:
-        return lambda module, args, output: keep(depth, state_of(output))
+    def leave(place: int) -> Any:
+        return lambda module, args, output: keep(place, state_of(output))
 
-    hooks = [layers[0].register_forward_pre_hook(enter, with_kwargs=True)]
-    hooks += [layer.register_forward_hook(leave(i + 1)) for i, layer in enumerate(layers)]
+    hooks = [
+        layers[depth - 1].register_forward_hook(leave(place))
+        if depth
+        else layers[0].register_forward_pre_hook(enter(place), with_kwargs=True)
+        for place, depth in enumerate(depths)
+    ]
+    # One layer at least, since a first layer that never runs is never entered by a streamed model.
+    needed = max(1, *depths)
     with hooked(*hooks):
-        final_states(model, prompts, lambda batch, state: None, title, begin)
+        final_states(model, prompts, lambda batch, state: None, title, begin, needed if needed < len(layers) else None)
     return out
 
 
@@ -147,23 +161,41 @@ def fit_router(x: torch.Tensor, labels: torch.Tensor, domains: list[str], depth:
     return Fitted(Router(domains, depth, tensors | template.tensors()), choice(distances, tensors["levels"]))
 
 
+def depth_groups(layers: int, free: int) -> list[list[int]]:
+    """The depths to try, those up to a quarter of the layers first, and the others only if need be."""
+    depths = sorted({0, min(free, 1), *(round(layers * i / 4) for i in range(1, 5))})
+    near = [depth for depth in depths if 4 * depth <= layers + 3]
+    return [near, [depth for depth in depths if depth not in near]]
+
+
 def choose_depth(
-    means: torch.Tensor, labels: torch.Tensor, domains: list[str], free: int, template: Template
+    means: Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]],
+    domains: list[str],
+    layers: int,
+    free: int,
+    template: Template,
 ) -> tuple[Fitted, dict[int, float]]:
     """The router of the depth to read at, and the accuracy on the folds of each that was tried.
 
     A depth that the corrections leave as it was costs nothing, and any other a second pass up to there; so the best of
     the former is taken where it comes within `TOLERANCE` of the best of all, else the earliest of the latter that does.
+    Where a quarter of the layers is enough for an accuracy of `ENOUGH`, the others are not run.
 
     Args:
-        means: [N, layers + 1, d] as `prompt_means` returns them.
+        means: of some depths, mean states [N, depths, d] of prompts and the labels [N] of their domains.
+        layers: of the model.
         free: the last depth that the corrections do not change.
     """
-    last = means.shape[1] - 1
-    depths = sorted({0, min(free, 1), *(round(last * i / 4) for i in range(1, 5))})
-    fitted = {depth: fit_router(means[:, depth], labels, domains, depth, template) for depth in depths}
-    accuracy = {depth: one.accuracy(labels) for depth, one in fitted.items()}
-    good = [depth for depth in depths if accuracy[depth] >= max(accuracy.values()) - TOLERANCE]
+    fitted: dict[int, Fitted] = {}
+    accuracy: dict[int, float] = {}
+    for depths in depth_groups(layers, free):
+        found, labels = means(depths)
+        for place, depth in enumerate(depths):
+            fitted[depth] = fit_router(found[:, place], labels, domains, depth, template)
+            accuracy[depth] = fitted[depth].accuracy(labels)
+        if max(accuracy.values()) >= ENOUGH:
+            break
+    good = [depth for depth in fitted if accuracy[depth] >= max(accuracy.values()) - TOLERANCE]
     costless = [depth for depth in good if depth <= free]
     return fitted[max(costless, key=lambda d: accuracy[d]) if costless else good[0]], accuracy
 
