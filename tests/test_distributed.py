@@ -11,7 +11,7 @@ from mergedarts.config import parse_run
 from mergedarts.errors import UserError
 from mergedarts.fit import check_processes
 from mergedarts.job import DomainJob, Job
-from mergedarts.models import ModelRef
+from mergedarts.models import ModelRef, pick_device
 from tests.tiny import prompt_set
 
 
@@ -124,3 +124,14 @@ def test_fits_that_need_one_process_say_so(two, correction, fine):
     else:
         with pytest.raises(UserError, match="in depth only"):
             check_processes(job)
+
+
+@pytest.mark.parametrize(("number", "want"), [(None, "cuda"), ("0", "cuda:0"), ("1", "cuda:1"), ("2", "cuda:0")])
+def test_each_process_of_a_launcher_takes_a_gpu_of_its_own(number, want, monkeypatch):
+    """On a stand-in for a machine with two GPUs, which no machine here has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if number is not None:
+        monkeypatch.setenv("LOCAL_RANK", number)
+    assert pick_device("auto") == torch.device(want)

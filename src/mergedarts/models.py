@@ -314,10 +314,14 @@ def head_parameters(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def pick_device(name: str) -> torch.device:
-    """The device a user names; `auto` takes CUDA, then MPS, then the CPU."""
+    """The device a user names; `auto` takes CUDA, then MPS, then the CPU.
+
+    Of several processes that a launcher starts on a machine, each takes the GPU of its number (`LOCAL_RANK`).
+    """
     if name == "auto":
         if torch.cuda.is_available():
-            return torch.device("cuda")
+            number = os.environ.get("LOCAL_RANK", "")
+            return torch.device("cuda", int(number) % torch.cuda.device_count()) if number else torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)

@@ -53,8 +53,8 @@ class Metric:
 def metric_sequences(prompts: PromptSet, fitted: list[int], places: list[int] | None = None) -> list[int]:
     """The fitted sequences that a metric is estimated on: a quarter, or as many as predict 800 tokens, in any order.
 
-    On the testbed that is as good as all of them, and fewer tokens are not (docs/fit.md). Sequences that predict a
-    response come first. Of several processes, each is told which of its own are among them.
+    What all of them would add is in docs/fit.md. Sequences that predict a response come first. Of several processes,
+    each is told which of its own are among them.
 
     Args:
         places: of each sequence, its place in the set of which these are a process's share.
