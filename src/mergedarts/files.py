@@ -64,26 +64,19 @@ def exists(path: Path) -> bool:
         return False
 
 
-@contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """An empty file in the folder of `path`, made if need be, that takes its name when the block ends well."""
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` by way of a temporary file in the same folder."""
     with readable_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=temporary_prefix(path.name), suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
         try:
-            yield temporary
-            temporary.chmod(0o666 & ~umask())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` by way of a temporary file in the same folder."""
-    with beside(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+            os.chmod(name, 0o666 & ~umask())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 def read_json(path: Path) -> Any:

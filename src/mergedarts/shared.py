@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import NoSpaceError, UserError
-from .files import NO_SPACE, beside
+from .files import NO_SPACE, readable_os_errors, temporary_prefix, umask
 
 #: Where an object appears when it is whole, and folders are but the beginnings of names.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "ocilake", "obs", "tos"})
@@ -134,13 +135,22 @@ class Shared:
         """
         if not self.has(key):
             return
-        with beside(target) as temporary:
+        with readable_os_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix=temporary_prefix(target.name), suffix=".tmp", dir=target.parent)
+            os.close(handle)
+        temporary = Path(name)
+        try:
             with self._asked(target):
-                self._fs.get_file(self._at(key), str(temporary))
+                self._fs.get_file(self._at(key), name)
             try:
                 check(temporary)
             except UserError as error:
-                raise UserError(str(error).replace(str(temporary), self.named(key))) from None
+                raise UserError(str(error).replace(name, self.named(key))) from None
+            temporary.chmod(0o666 & ~umask())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def put(self, key: str, source: Path) -> None:
         """Copy a local file there: under a temporary name and moved, or at once where an object appears when whole."""

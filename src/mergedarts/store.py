@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from .checksums import CRC, check_seal, seal
 from .claims import claim
 from .errors import NoSpaceError, UserError
-from .files import NO_SPACE, beside, cache_dir, digest_text, readable_os_errors, temporary_prefix
+from .files import NO_SPACE, cache_dir, digest_text, readable_os_errors, temporary_prefix, umask
 from .progress import bar
 from .shared import Shared
 from .streaming import mapped
@@ -227,13 +227,21 @@ def save_tensors(
     finish: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Write a safetensors file beside `path`, let `finish` work on it, and rename it."""
-    with beside(path) as temporary:
+    with readable_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=temporary_prefix(path.name), suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
         try:
             save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, temporary, metadata=metadata)
+            finish(temporary)
+            temporary.chmod(0o666 & ~umask())
+            os.replace(temporary, path)
         except SafetensorError as error:
             raise_if_full(error, path)
             raise
-        finish(temporary)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def raise_if_full(error: SafetensorError, path: Path) -> None:

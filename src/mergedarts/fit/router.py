@@ -165,7 +165,8 @@ def depth_groups(layers: int, free: int) -> list[list[int]]:
     """The depths to try, those up to a quarter of the layers first, and the others only if need be."""
     depths = sorted({0, min(free, 1), *(round(layers * i / 4) for i in range(1, 5))})
     near = [depth for depth in depths if 4 * depth <= layers + 3]
-    return [near, [depth for depth in depths if depth not in near]]
+    far = [depth for depth in depths if depth not in near]
+    return [near, far] if far else [near]
 
 
 def choose_depth(
