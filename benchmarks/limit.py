@@ -24,6 +24,8 @@ import torch
 from mergedarts import RunFile, calibrate, parse_run, testbed
 from mergedarts.cli.main import quiet_libraries
 from mergedarts.features import batches, padded
+from mergedarts.fit.closed_form import Statistics
+from mergedarts.fit.sweep import Site
 from mergedarts.job import Job, prepare
 from mergedarts.layerwise import LayerRunner
 
@@ -99,6 +101,8 @@ def metered_calibration(run: RunFile, meter: Meter, out: Path) -> None:
     features.final_states = meter.timed("expert pass, entropies and store", features.final_states)
     features.entropy = meter.timed("of which entropy", features.entropy)
     fit.collect_fisher = meter.timed("Fisher passes", fit.collect_fisher)
+    Statistics.of = meter.timed("Gram matrices of the fit", Statistics.of)  # type: ignore[method-assign]
+    Site.choose = meter.timed("choice of ridge and position", Site.choose)  # type: ignore[method-assign]
     LayerRunner.step = _step(meter)  # type: ignore[method-assign]
     seconds = meter.timed("calibrate", calibrate)(run, out)["seconds"]
     meter.wall |= {f"stage: {name}": value for name, value in seconds.items()}

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import bootstrap
 
 from mergedarts import attach, testbed
 from mergedarts.cli.main import quiet_libraries
@@ -113,12 +114,13 @@ def decode(models: dict[str, Any], batch: int, prompt: int, count: int, restart:
     return seconds
 
 
-def interval(ratios: np.ndarray, draws: int = 2000) -> tuple[float, float]:
-    """95% bootstrap interval of the median of paired ratios."""
-    rng = np.random.default_rng(0)
-    medians = np.median(ratios[rng.integers(0, len(ratios), (draws, len(ratios)))], axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return float(low), float(high)
+def summary(bare: np.ndarray, seconds: np.ndarray, tokens: int) -> dict[str, Any]:
+    """Tokens a second, and the median ratio to the bare speed with its 95% bootstrap interval."""
+    ratios = bare / seconds
+    found = bootstrap((ratios,), np.median, n_resamples=2000, method="percentile", rng=np.random.default_rng(0))
+    low, high = found.confidence_interval
+    speed = tokens / float(np.median(seconds))
+    return {"tokens_per_second": speed, "ratio": float(np.median(ratios)), "ci": [float(low), float(high)]}
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
@@ -142,14 +144,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     tokens = [*BATCHES, args.length, 4 * args.length]
     for (name, run), count in zip(work.items(), tokens, strict=True):
         seconds = {variant: np.array(values) for variant, values in run().items()}
-        out["work"][name] = {
-            variant: {
-                "tokens_per_second": count / float(np.median(values)),
-                "ratio": float(np.median(seconds["bare"] / values)),
-                "ci": interval(seconds["bare"] / values),
-            }
-            for variant, values in seconds.items()
-        }
+        out["work"][name] = {variant: summary(seconds["bare"], values, count) for variant, values in seconds.items()}
     return out
 
 

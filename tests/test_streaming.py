@@ -70,7 +70,7 @@ def test_readout_router_means_and_corrected_states(family, saved):
     states, logits = head_input(model, prompts.sequences[0].ids)
     torch.testing.assert_close(Readout(streamed)(states), logits, **CLOSE)
     template = Template((), ())
-    for depths in ([0], [0, 1], [1, LAYERS]):
+    for depths in ((0,), (0, 1), (1, LAYERS)):
         means = [
             prompt_means(each, prompts, template, FeatureStore(name, "p", torch.float32), depths, "test")
             for name, each in (("whole", model), ("streamed", streamed))

@@ -132,8 +132,8 @@ def _measure(
             check = HeldOut(job, domain, model, readout, chosen)
             states = {"merged": check.merged_states}
             states |= {variant: check.states(corrections[variant][name]) for variant in corrections}
-            *found_, expert = check.measure_all(*((s, None) for s in states.values()), (check.target, check.head))
-            measures = dict(zip(states, found_, strict=True))
+            *ours, expert = check.measure_all(*((s, None) for s in states.values()), (check.target, check.head))
+            measures = dict(zip(states, ours, strict=True))
             out[name] = measures | {"expert": expert}
         with clock.stage("diagnosis"):
             run_merged(job, calibrated, model)

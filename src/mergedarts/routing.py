@@ -5,6 +5,7 @@ Knows the run, its splits and what is said of a router; the algebra is in `fit.r
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,37 +51,35 @@ def fit_routing(
     template = Template.of(every([s.ids for part in parts for s in part.sequences]))
     names = [domain.name for domain in domains]
 
-    def means(depths: list[int], part: int) -> list[torch.Tensor]:
-        """By domain, [N, depths, d] of the prompts fitted on (part 0) or held out (1)."""
-        out = []
+    @cache
+    def means(depths: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """By domain, [N, depths, d] of the prompts fitted on, and of those held out."""
+        sets: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for domain, prompts, split in zip(domains, parts, splits, strict=True):
             store = job.store(job.merged_print, prompts)
-            title = f"{domain.name}: prompts for the router"
-            found = prompt_means(model, prompts, template, store, depths, title)
-            pairs = every([(domain.whole_places[i], found[i]) for i in split[part]])
-            ordered = [mean for _, mean in sorted(pairs, key=lambda pair: pair[0])]
-            rows = torch.stack(ordered) if ordered else found[:0]
+            found = prompt_means(model, prompts, template, store, depths, f"{domain.name}: prompts for the router")
+            for rows, mine in zip(sets, split, strict=True):
+                pairs = every([(domain.whole_places[i], found[i]) for i in mine])
+                ordered = [mean for _, mean in sorted(pairs, key=lambda pair: pair[0])]
+                rows.append(torch.stack(ordered) if ordered else found[:0])
             # A prompt that is nothing but the template has no mean, and cannot be fitted on.
-            out.append(rows if part else rows[rows[:, 0, 0].isfinite()])
-        return out
+            sets[0][-1] = sets[0][-1][sets[0][-1][:, 0, 0].isfinite()]
+        return sets
 
     free = free_depth(model, [name for c in corrections.values() for name, _ in c.items()])
-    near = depth_groups(layers, free)[0]
-    few = [name for name, x in zip(names, means(near, 0), strict=True) if len(x) < FOLDS]
+    groups = depth_groups(layers, free)
+    counts = [len(x) for x in means(groups[0])[0]]
+    few = [name for name, count in zip(names, counts, strict=True) if count < FOLDS]
     if few:
         return None, {"note": f"no router was fitted: it needs {FOLDS} different prompts of domain '{few[0]}'."}
-
-    def labelled(depths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = means(depths, 0)
-        return torch.cat(rows), torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x in rows]))
-
-    found, folds = choose_depth(labelled, names, layers, free, template)
+    labels = torch.arange(len(names)).repeat_interleave(torch.tensor(counts))
+    found, folds = choose_depth(lambda depths: torch.cat(means(depths)[0]), labels, names, groups, free, template)
     router = found.router
-    group = next(depths for depths in depth_groups(layers, free) if router.depth in depths)
+    group = next(depths for depths in groups if router.depth in depths)
+    held = [x[:, group.index(router.depth)] for x in means(group)[1]]
     confusion: dict[str, dict[str, int]] = {}
-    held = means(group, 1)
     for name, x in zip(names, held, strict=True):
-        chosen = router.choose(x[:, group.index(router.depth)]) if len(x) else []
+        chosen = router.choose(x) if len(x) else []
         confusion[name] = {(other or UNSURE): chosen.count(other) for other in [*names, None]}
     right, count = sum(confusion[n][n] for n in names), sum(map(len, held))
     return router, {

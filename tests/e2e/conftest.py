@@ -90,6 +90,11 @@ def ran(*args: object, stdin: str = "", cwd: Path | None = None) -> Ran:
     return Ran(code, stdout.getvalue(), stderr.getvalue())
 
 
+def calibrate(run: dict[str, Any], tmp_path: Path, *more: object) -> tuple[Path, Ran]:
+    out = tmp_path / "out"
+    return out, ran("calibrate", write_yaml(tmp_path / "darts.yml", run), "--out", out, "--json", *more)
+
+
 def listing(root: Path) -> dict[str, tuple[int, int, int]]:
     """Every path under a folder with its inode, size and time of change."""
     return {

@@ -11,6 +11,7 @@ from mergedarts.fit.router import (
     FOLDS,
     Template,
     choose_depth,
+    depth_groups,
     fit_router,
     ledoit_wolf,
     prompt_means,
@@ -110,9 +111,10 @@ def test_depth_is_free_where_that_is_good_enough():
 
         def some(wanted):
             asked.extend(wanted)
-            return means[:, wanted], labels
+            return means[:, wanted]
 
-        found, accuracy = choose_depth(some, ["a", "b", "c"], len(depths) - 1, free, NONE)
+        groups = depth_groups(len(depths) - 1, free)
+        found, accuracy = choose_depth(some, labels, ["a", "b", "c"], groups, free, NONE)
         assert sorted(asked) == sorted(accuracy)
         return found.router.depth, accuracy
 
@@ -127,6 +129,14 @@ def test_depth_is_free_where_that_is_good_enough():
     assert depth == 4
     assert set(accuracy) == {0, 1, 2, 4, 6, 8}
     assert chosen([0, 0, 0, 0, 1, 1, 1, 1, 1], 8)[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("layers", "free", "want"),
+    [(1, 1, [(0, 1)]), (2, 1, [(0, 1), (2,)]), (30, 1, [(0, 1, 8), (15, 22, 30)]), (30, 0, [(0, 8), (15, 22, 30)])],
+)
+def test_depths_are_tried_in_two_groups(layers, free, want):
+    assert depth_groups(layers, free) == want
 
 
 def test_prompt_part_ends_with_the_token_that_predicts_the_answer():
@@ -153,7 +163,7 @@ def test_means_are_those_of_plain_passes(family):
     template = Template((40, 41), (42,))
     prompts = PromptSet(tuple(TokenSequence((40, 41, *s.ids, 42), (False,) * (len(s) + 3)) for s in inner.sequences))
     store = FeatureStore("m", prompts.digest, torch.float32)
-    depths = list(range(LAYERS + 1))
+    depths = tuple(range(LAYERS + 1))
     means = prompt_means(model, prompts, template, store, depths, "t")
     for i, s in enumerate(prompts.sequences):
         states = states_after(model, s.ids, list(range(LAYERS)))
@@ -163,7 +173,7 @@ def test_means_are_those_of_plain_passes(family):
     assert torch.equal(prompt_means(None, prompts, template, store, depths, "t"), means)  # from the store
     ran = []
     with hooked(*(layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(layers(model)))):
-        for some in ([0], [0, 1], [1], [LAYERS]):
+        for some in ((0,), (0, 1), (1,), (LAYERS,)):
             ran.clear()
             assert torch.equal(prompt_means(model, prompts, template, store, some, "t"), means[:, some])
             assert set(ran) == set(range(max(1, *some)))  # and no further

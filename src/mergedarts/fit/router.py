@@ -67,7 +67,12 @@ def _common(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def prompt_means(
-    model: PreTrainedModel, prompts: PromptSet, template: Template, store: FeatureStore, depths: list[int], title: str
+    model: PreTrainedModel,
+    prompts: PromptSet,
+    template: Template,
+    store: FeatureStore,
+    depths: tuple[int, ...],
+    title: str,
 ) -> torch.Tensor:
     """[N, depths, d] float32 mean state of each prompt after so many layers, by way of the store.
 
@@ -86,7 +91,7 @@ def prompt_means(
 
 
 def _prompt_means(
-    model: PreTrainedModel, prompts: PromptSet, template: Template, depths: list[int], title: str
+    model: PreTrainedModel, prompts: PromptSet, template: Template, depths: tuple[int, ...], title: str
 ) -> torch.Tensor:
     layers = [layer for _, layer in decoder_layers(model)]
     out = torch.empty(len(prompts.sequences), len(depths), model.get_output_embeddings().weight.shape[1])
@@ -161,18 +166,19 @@ def fit_router(x: torch.Tensor, labels: torch.Tensor, domains: list[str], depth:
     return Fitted(Router(domains, depth, tensors | template.tensors()), choice(distances, tensors["levels"]))
 
 
-def depth_groups(layers: int, free: int) -> list[list[int]]:
+def depth_groups(layers: int, free: int) -> list[tuple[int, ...]]:
     """The depths to try, those up to a quarter of the layers first, and the others only if need be."""
-    depths = sorted({0, min(free, 1), *(round(layers * i / 4) for i in range(1, 5))})
-    near = [depth for depth in depths if 4 * depth <= layers + 3]
-    far = [depth for depth in depths if depth not in near]
+    quarter = max(1, round(layers / 4))
+    near = tuple(sorted({0, min(free, 1), quarter}))
+    far = tuple(sorted({round(layers * i / 4) for i in range(2, 5)} - set(near)))
     return [near, far] if far else [near]
 
 
 def choose_depth(
-    means: Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]],
+    means: Callable[[tuple[int, ...]], torch.Tensor],
+    labels: torch.Tensor,
     domains: list[str],
-    layers: int,
+    groups: list[tuple[int, ...]],
     free: int,
     template: Template,
 ) -> tuple[Fitted, dict[int, float]]:
@@ -180,17 +186,18 @@ def choose_depth(
 
     A depth that the corrections leave as it was costs nothing, and any other a second pass up to there; so the best of
     the former is taken where it comes within `TOLERANCE` of the best of all, else the earliest of the latter that does.
-    Where a quarter of the layers is enough for an accuracy of `ENOUGH`, the others are not run.
+    Once a group of depths has one with an accuracy of `ENOUGH`, the groups after it are not asked for.
 
     Args:
-        means: of some depths, mean states [N, depths, d] of prompts and the labels [N] of their domains.
-        layers: of the model.
+        means: of some depths, mean states [N, depths, d] of prompts.
+        labels: [N] index of each prompt's domain.
+        groups: as `depth_groups` returns them.
         free: the last depth that the corrections do not change.
     """
     fitted: dict[int, Fitted] = {}
     accuracy: dict[int, float] = {}
-    for depths in depth_groups(layers, free):
-        found, labels = means(depths)
+    for depths in groups:
+        found = means(depths)
         for place, depth in enumerate(depths):
             fitted[depth] = fit_router(found[:, place], labels, domains, depth, template)
             accuracy[depth] = fitted[depth].accuracy(labels)
