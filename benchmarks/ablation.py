@@ -35,6 +35,7 @@ from mergedarts.files import cache_dir, digest_text, read_json, write_text
 from mergedarts.fit import expert_extras, fit_domain, layers_needed
 from mergedarts.fit.adam import fit_adam
 from mergedarts.fit.losses import token_weights
+from mergedarts.fit.plan import wants_entropy
 from mergedarts.heldout import HeldOut
 from mergedarts.job import DomainJob, Job, prepare, run_expert, run_merged, with_eval_prompts
 from mergedarts.measures import TokenMeasures
@@ -231,7 +232,8 @@ def run_size(merge: str, cells: list[Cell], samples: int, examples: int) -> list
         due = [jobs[cell] for d, cell, _ in missing if d is domain and cell in jobs]
         if any(d is domain for d, _, _ in missing):
             layers = sorted({layer for job in due for layer in layers_needed(job)})
-            fitting[domain.name], expert = run_expert(base, domain, layers)
+            nats = any(map(wants_entropy, due))
+            fitting[domain.name], expert = run_expert(base, domain, layers, entropies=nats)
             for job in due:
                 expert_extras(job, fitting[domain.name], split_of(job, domain)[0], expert)
             del expert
@@ -301,7 +303,7 @@ def biases(job: Job, domain: DomainJob, fitted: list[int], rows: int) -> Correct
     site = fit_adam(
         job.store(job.merged_print, prompts).load("final")["hidden"][mine],
         expert.load("final")["hidden"][mine],
-        token_weights(expert.load("entropy")["entropy"][mine], torch.from_numpy(prompts.predicts())[mine], "l1", 1, 1),
+        token_weights(None, torch.from_numpy(prompts.predicts())[mine], "l1", 1, 1),
         torch.from_numpy(prompts.positions())[mine],
         rank=0, position=Position("table", rows), steps=fit.steps, lr=fit.lr, seed=fit.seed,
     )  # fmt: skip
@@ -348,7 +350,7 @@ def generation(names: list[str]) -> list[dict[str, Any]]:
     for plain in base.domains:
         expert = base.load(plain.expert)
         score(plain, "expert", plain.expert_print, expert)
-        domain, _ = run_expert(base, plain, layers)
+        domain, _ = run_expert(base, plain, layers, entropies=any(map(wants_entropy, jobs.values())))
         for job in jobs.values():
             expert_extras(job, domain, split_of(job, domain)[0], expert)
         del expert

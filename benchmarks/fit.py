@@ -26,6 +26,7 @@ from mergedarts.domains import split_of
 from mergedarts.features import Readout
 from mergedarts.files import write_text
 from mergedarts.fit import expert_extras, fit_domain
+from mergedarts.fit.plan import wants_entropy
 from mergedarts.heldout import HeldOut
 from mergedarts.job import prepare, run_expert, run_merged, with_eval_prompts
 from mergedarts.measures import TokenMeasures, bootstrap
@@ -141,7 +142,8 @@ def benchmark(args: argparse.Namespace, domains: str) -> dict[str, Any]:
         )
     held, fitting = [], []
     for domain in base.domains:
-        fit_on, expert = run_expert(base, domain, list(range(load_config(base.merged).num_hidden_layers)))
+        depths = list(range(load_config(base.merged).num_hidden_layers))
+        fit_on, expert = run_expert(base, domain, depths, entropies=any(map(wants_entropy, jobs.values())))
         for job in jobs.values():
             expert_extras(job, fit_on, split_of(job, fit_on)[0], expert)
         given = Domain(expert="", prompts=data(domain.name, "eval"), samples=args.examples)

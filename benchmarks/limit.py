@@ -25,6 +25,7 @@ from mergedarts import RunFile, calibrate, parse_run, testbed
 from mergedarts.cli.main import quiet_libraries
 from mergedarts.features import batches, padded
 from mergedarts.fit.closed_form import Statistics
+from mergedarts.fit.fisher import FisherPass
 from mergedarts.fit.sweep import Site
 from mergedarts.job import Job, prepare
 from mergedarts.layerwise import LayerRunner
@@ -94,15 +95,14 @@ def bare(run: RunFile, meter: Meter) -> None:
 def metered_calibration(run: RunFile, meter: Meter, out: Path) -> None:
     """`calibrate` as it is, with its parts metered from outside."""
     import mergedarts.features as features
-    import mergedarts.fit as fit
     import mergedarts.job as job
 
     job.load_model = meter.timed("load", job.load_model)
-    features.final_states = meter.timed("expert pass, entropies and store", features.final_states)
-    features.entropy = meter.timed("of which entropy", features.entropy)
-    fit.collect_fisher = meter.timed("Fisher passes", fit.collect_fisher)
-    Statistics.of = meter.timed("Gram matrices of the fit", Statistics.of)  # type: ignore[method-assign]
+    features.final_states = meter.timed("expert's pass, but for the metric's sequences", features.final_states)
+    FisherPass.resident = meter.timed("the metric's sequences", FisherPass.resident)  # type: ignore[method-assign]
+    Statistics.plain = meter.timed("Gram matrices of the fit", Statistics.plain)  # type: ignore[method-assign]
     Site.choose = meter.timed("choice of ridge and position", Site.choose)  # type: ignore[method-assign]
+    Site.fit = meter.timed("fit of the sites", Site.fit)  # type: ignore[method-assign]
     LayerRunner.step = _step(meter)  # type: ignore[method-assign]
     seconds = meter.timed("calibrate", calibrate)(run, out)["seconds"]
     meter.wall |= {f"stage: {name}": value for name, value in seconds.items()}
@@ -160,6 +160,11 @@ def main() -> None:
     for kind in ("wall", "cpu"):
         limit = report["bare"][kind]["passes"]
         report[f"{kind}_ratio"] = report["calibrate"][kind]["calibrate"] / limit
+    wall = report["calibrate"]["wall"]
+    stages = ("expert features", "expert's metric", "merged features", "fit")
+    report["features_and_fit_ratio"] = sum(wall[f"stage: {name}"] for name in stages) / report["bare"]["wall"]["passes"]
+    own = wall["choice of ridge and position"] + wall["fit of the sites"]
+    report["fit_alone_ratio"] = own / report["bare"]["wall"]["passes"]
     report["memory_ratio"] = report["calibrate"]["peak_rss_bytes"] / report["bare"]["peak_rss_bytes"]
     print(json.dumps(report | ({"runs": runs} if given.json else {}), indent=None if given.json else 1))
 

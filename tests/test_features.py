@@ -16,6 +16,7 @@ from mergedarts.features import (
     continuations,
     entropy,
     final_states,
+    keep_entropies,
     padded,
 )
 from mergedarts.heads import keep_head, load_head
@@ -79,7 +80,9 @@ def test_collect(family, budget, chunk, monkeypatch):
         monkeypatch.setattr(features, "CHUNK_ELEMENTS", 1)
     model, prompts = tiny(family), prompt_set(LENGTHS)
     store = FeatureStore("m", prompts.digest, torch.float32)
-    collect(model, prompts, store, "test", [0, LAYERS - 1], entropies=True)
+    collect(model, prompts, store, "test", [0, LAYERS - 1])
+    assert not store.has("entropy")
+    keep_entropies(model, store, "test")
     final, logits, layers = [], [], {0: [], LAYERS - 1: []}
     for s in prompts.sequences:
         state, out = head_input(model, s.ids)
@@ -99,7 +102,7 @@ def test_collect(family, budget, chunk, monkeypatch):
 def test_collect_without_entropies_or_layers():
     model, prompts = tiny("llama"), prompt_set((5, 3))
     store = FeatureStore("m", prompts.digest, torch.float32)
-    collect(model, prompts, store, "test", [], entropies=False)
+    collect(model, prompts, store, "test", [])
     assert store.has("final")
     assert not store.has("entropy")
 
@@ -109,7 +112,7 @@ def test_states_that_are_not_finite_are_said_and_not_kept():
     model.get_decoder().norm.weight.fill_(float("inf"))
     store = FeatureStore("m", prompts.digest, torch.float32)
     with pytest.raises(UserError, match=r"expert: hidden states are not finite.*dtype"):
-        collect(model, prompts, store, "expert", [], entropies=True)
+        collect(model, prompts, store, "expert", [])
     assert not store.has("final")
     assert list(store.path.iterdir()) == []
     assert not model.get_output_embeddings()._forward_pre_hooks

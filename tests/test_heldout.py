@@ -28,8 +28,8 @@ def held_out(prompts, family="llama", chosen=None):
     domain = DomainJob("code", ModelRef("e"), "expert", prompts, 0, ())
     store = job.store("expert", prompts)
     keep_head(expert, store)
-    collect(expert, prompts, store, "e", [], entropies=True)
-    collect(merged, prompts, job.store("merged", prompts), "m", [], entropies=False)
+    collect(expert, prompts, store, "e", [])
+    collect(merged, prompts, job.store("merged", prompts), "m", [])
     return merged, expert, HeldOut(job, domain, merged, Readout(merged), CHOSEN if chosen is None else chosen)
 
 

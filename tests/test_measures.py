@@ -26,9 +26,8 @@ def inputs(seed=0):
     g = torch.Generator().manual_seed(seed)
     ours, theirs = torch.randn(N, D, generator=g), torch.randn(N, D, generator=g)
     theirs[::4] = ours[::4] + 0.01 * theirs[::4]
-    entropy = 2 * torch.rand(N, generator=g)
     follow = torch.randint(0, VOCAB, (N,), generator=g)
-    return ours, theirs, entropy, follow, torch.arange(N) // 7
+    return ours, theirs, follow, torch.arange(N) // 7
 
 
 @pytest.mark.parametrize("rows", [None, VOCAB, 80, 120], ids=["same head", "other head", "fewer rows", "more rows"])
@@ -37,9 +36,9 @@ def test_measures_by_hand(family, rows, monkeypatch):
     """KL over the rows both have, each renormalised over them; NLL over the model's own vocabulary; small chunks."""
     monkeypatch.setattr(features, "CHUNK_ELEMENTS", 1)
     model = tiny(family)
-    ours, theirs, entropy, follow, sequence = inputs()
+    ours, theirs, follow, sequence = inputs()
     head = None if rows is None else (0.3 * torch.randn(rows, D, generator=torch.Generator().manual_seed(5)), None)
-    (got,) = measure(Readout(model), [(ours, None)], theirs, head, entropy, follow, sequence)
+    (got,) = measure(Readout(model), [(ours, None)], theirs, head, follow, sequence)
     q = slow_logits(model, ours).double()
     p = slow_logits(model, theirs).double() if head is None else capped(model, theirs @ head[0].T).double()
     both = min(VOCAB, rows or VOCAB)
@@ -51,6 +50,8 @@ def test_measures_by_hand(family, rows, monkeypatch):
         assert float(got.nll[t]) == pytest.approx(-log_softmax(q[t].tolist())[int(follow[t])], abs=2e-5, rel=1e-4)
         l1 = sum(abs(float(ours[t, j]) - float(theirs[t, j])) for j in range(D)) / D
         assert float(got.l1[t]) == pytest.approx(l1, rel=1e-5)
+        own = log_softmax(p[t].tolist())
+        assert float(got.entropy[t]) == pytest.approx(-sum(math.exp(a) * a for a in own), rel=1e-4)
     assert 0 < float(got.agree.mean()) < 1
     assert got.sequence.tolist() == sequence.tolist()
 
@@ -62,11 +63,9 @@ def capped(model, logits):
 
 def test_states_read_by_another_head():
     """The expert by its own head: no distance from itself, and its own likelihood."""
-    model, (_, theirs, entropy, follow, sequence) = tiny("llama"), inputs()
+    model, (_, theirs, follow, sequence) = tiny("llama"), inputs()
     head = (0.3 * torch.randn(VOCAB, D, generator=torch.Generator().manual_seed(5)), None)
-    got, copy = measure(
-        Readout(model), [(theirs, head), (theirs.clone(), head)], theirs, head, entropy, follow, sequence
-    )
+    got, copy = measure(Readout(model), [(theirs, head), (theirs.clone(), head)], theirs, head, follow, sequence)
     assert float(got.kl.abs().max()) < 1e-6
     assert float(got.agree.min()) == 1.0
     for t in (0, N - 1):
@@ -79,15 +78,15 @@ def test_states_read_by_another_head():
 def test_several_states_at_once_are_each_as_alone(monkeypatch):
     """With heads of other lengths among them, in chunks that do not divide the tokens."""
     monkeypatch.setattr(features, "CHUNK_ELEMENTS", 1)
-    model, (ours, theirs, entropy, follow, sequence) = tiny("llama"), inputs()
+    model, (ours, theirs, follow, sequence) = tiny("llama"), inputs()
     small, large = (
         (0.3 * torch.randn(rows, D, generator=torch.Generator().manual_seed(rows)), None) for rows in (VOCAB, 120)
     )
     for expert in (None, small, large):
         read = [(ours, None), (theirs, None), (theirs, expert), (ours, large)]
-        together = measure(Readout(model), read, theirs, expert, entropy, follow, sequence)
+        together = measure(Readout(model), read, theirs, expert, follow, sequence)
         for pair, found in zip(read, together, strict=True):
-            (alone,) = measure(Readout(model), [pair], theirs, expert, entropy, follow, sequence)
+            (alone,) = measure(Readout(model), [pair], theirs, expert, follow, sequence)
             for name in ("kl", "agree", "nll", "l1", "entropy", "sequence"):
                 assert torch.equal(getattr(found, name), getattr(alone, name))
     assert float(together[0].kl.min()) > 0 == float(together[2].kl.max())

@@ -150,7 +150,7 @@ def test_words():
 
 
 def test_the_metric_and_layers_are_the_same_with_less_memory(monkeypatch):
-    from mergedarts.fit.fisher import collect_fisher, load_metric
+    from mergedarts.fit.fisher import FisherPass, load_metric
     from mergedarts.layerwise import LayerRunner
     from mergedarts.store import FeatureStore
 
@@ -158,7 +158,7 @@ def test_the_metric_and_layers_are_the_same_with_less_memory(monkeypatch):
 
     def metric(name):
         store = FeatureStore(name, prompts.digest, torch.float32)
-        collect_fisher(model, prompts, [0, 1, 2, 4, 5], [0, 1], store, "fisher-{}".format, 0, "x")
+        FisherPass(prompts, [0, 1, 2, 4, 5], [0, 1], store, "fisher-{}".format, 0, "x").run(model)
         return load_metric(store, "fisher-1").matrix
 
     def stream():

@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 
 from mergedarts import streaming
 from mergedarts.errors import UserError
-from mergedarts.features import Readout, collect, final_states
-from mergedarts.fit.fisher import collect_fisher, load_metric
+from mergedarts.features import Readout, collect, final_states, keep_entropies
+from mergedarts.fit.fisher import FisherPass, load_metric
 from mergedarts.fit.linear import differences, keep_weights, linear_layers
 from mergedarts.fit.router import Template, prompt_means
 from mergedarts.models import ModelRef, decoder_layers, load_model
@@ -49,8 +49,9 @@ def test_features_equal_those_of_the_model_in_memory(family, saved):
     prompts = prompt_set(LENGTHS)
     stores = [FeatureStore(name, prompts.digest, torch.float32) for name in ("whole", "streamed")]
     for store, each in zip(stores, (model, streamed), strict=True):
-        collect(each, prompts, store, "test", list(range(LAYERS)), entropies=True)
-        collect_fisher(each, prompts, [0, 1, 3, 5], [0, LAYERS - 1], store, "fisher-{}".format, 0, "test")
+        collect(each, prompts, store, "test", list(range(LAYERS)))
+        keep_entropies(each, store, "test")
+        FisherPass(prompts, [0, 1, 3, 5], [0, LAYERS - 1], store, "fisher-{}".format, 0, "test").run(each)
     for name in ("final", *(f"layer-{i}" for i in range(LAYERS))):
         torch.testing.assert_close(*(store.load(name)["hidden"] for store in stores), **CLOSE)
     torch.testing.assert_close(*(store.load("entropy")["entropy"] for store in stores), **CLOSE)
@@ -159,7 +160,7 @@ def test_a_pass_that_was_cut_short_goes_on_after_its_last_layer(saved):
     model, streamed = saved("llama")
     prompts = prompt_set(LENGTHS)
     whole, store = (FeatureStore(name, prompts.digest, torch.float32) for name in ("whole", "streamed"))
-    collect(model, prompts, whole, "test", [0, 1, 2], entropies=True)
+    collect(model, prompts, whole, "test", [0, 1, 2])
     layers = [layer for _, layer in decoder_layers(streamed)]
     Readout(streamed)  # the trial run is done
 
@@ -168,16 +169,15 @@ def test_a_pass_that_was_cut_short_goes_on_after_its_last_layer(saved):
 
     handle = layers[2].register_forward_hook(cut)
     with pytest.raises(KeyboardInterrupt):
-        collect(streamed, prompts, store, "test", [0, 1, 2], entropies=True)
+        collect(streamed, prompts, store, "test", [0, 1, 2])
     handle.remove()
     assert sorted(p.name for p in store.path.iterdir()) == ["layer-0.safetensors", "layer-1.safetensors"]
     handles = [layer.register_forward_hook(cut) for layer in layers[:2]]
-    collect(streamed, prompts, store, "test", [2], entropies=True)
+    collect(streamed, prompts, store, "test", [2])
     for handle in handles:
         handle.remove()
     for name in ("final", "layer-0", "layer-1", "layer-2"):
         torch.testing.assert_close(store.load(name)["hidden"], whole.load(name)["hidden"], **CLOSE)
-    torch.testing.assert_close(store.load("entropy")["entropy"], whole.load("entropy")["entropy"], **CLOSE)
 
 
 def test_a_layer_is_in_memory_inside_the_block_alone(saved):

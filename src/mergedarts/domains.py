@@ -15,10 +15,11 @@ import torch
 
 from . import distributed
 from .correction import Correction
-from .features import Readout
-from .fit import expert_extras, fit_domain, layers_needed, needs_final
+from .features import Apart, Readout
+from .fit import expert_extras, fit_domain, layers_needed, metric_beside, needs_final
+from .fit.plan import wants_entropy
 from .heldout import HeldOut
-from .job import DomainJob, Job, check_lengths, run_expert, run_merged
+from .job import DomainJob, Job, answered, check_lengths, return_memory, run_expert, run_merged
 from .measures import TokenMeasures, bootstrap, ratio
 from .models import parameter_count
 from .progress import warn
@@ -70,12 +71,20 @@ class Outcome:
 def run_experts(job: Job, domain: DomainJob, clock: Clock) -> DomainJob:
     """Make sure the store holds all that a fit reads of a domain's expert; returns the domain with continuations."""
     ready, expert = domain, None
-    with clock.stage("expert features"), distributed.together():
+    with clock.stage("expert features"):
         if domain.prompts.sequences:
-            ready, expert = run_expert(job, domain, layers_needed(job))
-            check_lengths(ready)
+            with distributed.together():
+                ready, expert = answered(job, domain)
+                check_lengths(ready)
+            beside = metric_beside(job, ready, split_of(job, ready)[0])
+            apart = None if beside is None else Apart(beside.chosen, beside.resident)
+            with distributed.together():
+                ready, expert = run_expert(job, ready, layers_needed(job), expert, wants_entropy(job), apart)
+            if beside is not None and all(distributed.gather(beside.pending)):
+                beside.keep()
     with clock.stage("expert's metric"):
         expert_extras(job, ready, split_of(job, ready)[0], expert)
+    return_memory()
     return ready
 
 
@@ -94,6 +103,7 @@ def repair_domain(job: Job, domain: DomainJob, model: PreTrainedModel, readout: 
     fitted, held = split_of(job, domain)
     with clock.stage("fit"):
         result = fit_domain(job, domain, model, readout, fitted)
+        return_memory()
     with clock.stage("held-out check"):
         shipped, table = _check(held_out(job, domain, model, readout), result.correction)
     correction = result.correction

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ CHUNK_ELEMENTS = 1 << 22
 
 
 class _Stop(Exception):
-    """Ends a forward pass at the output embedding, before its product."""
+    """Ends a forward pass before a module that need not run."""
 
 
 def batches(prompts: PromptSet, tokens: int | None = None) -> list[list[int]]:
@@ -75,6 +76,19 @@ def hooked(*handles: Any) -> Iterator[None]:
             handle.remove()
 
 
+@contextmanager
+def stopping_before(module: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """A forward pass inside the block ends where a module would run; the state it was to be given is in the list."""
+    caught: list[torch.Tensor] = []
+
+    def catch(_module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append(inputs[0] if inputs else kwargs["hidden_states"])
+        raise _Stop
+
+    with suppress(_Stop), hooked(module.register_forward_pre_hook(catch, with_kwargs=True)):
+        yield caught
+
+
 def state_of(output: Any) -> torch.Tensor:
     """The hidden state in what a decoder layer returns: a tensor, or the first of a tuple."""
     state: torch.Tensor = output[0] if isinstance(output, tuple) else output
@@ -104,18 +118,12 @@ def final_states(
     if is_streamed(model):
         _streamed_states(model, prompts, take, title, begin, layers=layers)
         return
-    caught: list[torch.Tensor] = []
-
-    def catch(_module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caught.append(inputs[0] if inputs else kwargs["hidden_states"])
-        raise _Stop
-
     device = next(model.parameters()).device
     end = model.get_output_embeddings() if layers is None else decoder_layers(model)[layers][1]
 
     def run(batch: list[int]) -> torch.Tensor:
         begin(batch)
-        with suppress(_Stop), hooked(end.register_forward_pre_hook(catch, with_kwargs=True)):
+        with stopping_before(end) as caught:
             model(input_ids=padded(prompts, batch, device), use_cache=False)
         return caught.pop()
 
@@ -252,19 +260,57 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Sequences of a set that are not run with the others.
+
+    Attributes:
+        chosen: their indices.
+        run: called with the model, and what is to be called before and after each batch: `begin` with the indices of
+            its sequences, `take` with these and their final states [B, T, d].
+    """
+
+    chosen: list[int]
+    run: Callable[[PreTrainedModel, Callable[[list[int]], None], Callable[[list[int], torch.Tensor], None]], None]
+
+
+@torch.inference_mode()
+def entropies(
+    readout: Readout, states: torch.Tensor, head: tuple[torch.Tensor, torch.Tensor | None] | None, title: str
+) -> torch.Tensor:
+    """[n] entropies in nats of the predictions of final states [n, d], by another model's head where it is given."""
+    found = torch.empty(len(states))
+    with bar(title, len(states)) as advance:
+        for part, nats in zip(states.split(readout.chunk), found.split(readout.chunk), strict=True):
+            nats.copy_(entropy(readout(part, head)))
+            advance(len(part))
+    return found
+
+
+def keep_entropies(model: PreTrainedModel, store: FeatureStore, title: str) -> None:
+    """Write `entropy` (entropy [tokens], nats) of the final states that the store holds."""
+    store.save("entropy", {"entropy": entropies(Readout(model), store.load("final")["hidden"], None, title)})
+
+
 def collect(
-    model: PreTrainedModel, prompts: PromptSet, store: FeatureStore, title: str, layers: list[int], entropies: bool
+    model: PreTrainedModel,
+    prompts: PromptSet,
+    store: FeatureStore,
+    title: str,
+    layers: list[int],
+    apart: Apart | None = None,
 ) -> None:
     """Run a model once and put what is missing into the store.
 
-    Writes `final` (hidden [tokens, d]), `entropy` (entropy [tokens], nats) where asked, and `layer-<i>`
-    (hidden [tokens, d], the residual stream after decoder layer i) for each of `layers`.
+    Writes `final` (hidden [tokens, d]) and `layer-<i>` (hidden [tokens, d], the residual stream after decoder layer i)
+    for each of `layers`.
+
+    Args:
+        apart: sequences that something else runs the model over, which is not a streamed one.
     """
     width = model.get_output_embeddings().weight.shape[1]
     dtype = next(model.parameters()).dtype
     offsets = prompts.offsets
-    readout = Readout(model) if entropies else None
-    nats = torch.zeros(prompts.tokens)
     current: list[int] = []
 
     def begin(batch: list[int]) -> None:
@@ -279,11 +325,7 @@ def collect(
 
     def take(batch: list[int], state: torch.Tensor) -> None:
         write(writers["final"], state)
-        if readout is not None:
-            flat = torch.cat([state[row, : len(prompts.sequences[i])] for row, i in enumerate(batch)])
-            where = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in batch])
-            for states, rows in zip(flat.split(readout.chunk), where.split(readout.chunk), strict=True):
-                nats[rows] = entropy(readout(states)).cpu()
+        current.clear()  # what runs between batches is not of the set
 
     named = decoder_layers(model) if layers else []
     start = _resumed(store, prompts, layers, len(named)) if is_streamed(model) else None
@@ -300,9 +342,11 @@ def collect(
                 lambda layer: writers[f"layer-{layer}"].finish() if layer in wanted else None,
             )  # fmt: skip
         else:
-            final_states(model, prompts, take, title, begin)
-    if entropies:
-        store.save("entropy", {"entropy": nats})
+            there = [] if apart is None else apart.chosen
+            here = sorted(set(range(len(prompts.sequences))) - set(there))
+            final_states(model, prompts.subset(here), take, title, lambda batch: begin([here[i] for i in batch]))
+            if apart is not None:
+                apart.run(model, begin, take)
 
 
 def _resumed(

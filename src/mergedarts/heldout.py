@@ -12,7 +12,7 @@ import torch
 
 from .correction import Correction
 from .distributed import gather, total
-from .features import Readout, final_states
+from .features import Readout, entropies, final_states
 from .heads import Head, load_head
 from .job import DomainJob, Job
 from .measures import TokenMeasures, joined, measure
@@ -35,7 +35,6 @@ class HeldOut:
         prompts: the chosen sequences, in the order of the set; what follows is of their tokens in flat order.
         target: [m, d] final states of the expert.
         head: its output embedding, None where it is the merged model's.
-        entropy: [m] of the expert, nats.
         sequence: [m] number in the domain's set of the sequence each token is from.
         counted: [m] which tokens are measured: those that predict a response, or where there are none all but the last.
     """
@@ -59,13 +58,17 @@ class HeldOut:
         expert = job.store(domain.expert_print, prompts)
         self.head = load_head(expert, model)
         self.target = expert.load("final")["hidden"][mine]
-        self.entropy = expert.load("entropy")["entropy"][mine]
         self._stored, self._mine = job.store(job.merged_print, prompts), mine
 
     @cached_property
     def merged_states(self) -> torch.Tensor:
         """[m, d] final states of the merged model; a fit in depth needs none, so they may not be in the store."""
         return self._stored.load("final")["hidden"][self._mine] if self._stored.has("final") else self._run()
+
+    @cached_property
+    def entropy(self) -> torch.Tensor:
+        """[m] of the expert's predictions, nats."""
+        return entropies(self._readout, self.target, self.head, f"{self._domain.name}: entropies")
 
     def __len__(self) -> int:
         return int(total(int(self.counted.sum())))
@@ -126,7 +129,5 @@ class HeldOut:
         kept = self.counted
         target = self.target[kept]
         pairs = [(target if states is self.target else states[kept], head) for states, head in read]
-        found = measure(
-            self._readout, pairs, target, self.head, self.entropy[kept], self._next[kept], self.sequence[kept]
-        )
+        found = measure(self._readout, pairs, target, self.head, self._next[kept], self.sequence[kept])
         return [joined(gather(mine)) for mine in found]

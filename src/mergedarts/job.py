@@ -207,18 +207,16 @@ def _unanswered(examples: list[Example]) -> tuple[int, ...]:
     return tuple(i for i, e in enumerate(examples) if not e.has_response)
 
 
-def run_expert(
-    job: Job, domain: DomainJob, layers: list[int], model: PreTrainedModel | None = None
+def answered(
+    job: Job, domain: DomainJob, model: PreTrainedModel | None = None
 ) -> tuple[DomainJob, PreTrainedModel | None]:
-    """Make sure the store holds the expert's features; the expert is loaded only where something is missing.
+    """The domain, its prompts followed by the expert's continuations where they had no response.
 
     Args:
-        layers: decoder layers whose states are wanted.
-        model: the expert, where it is loaded already.
+        model: the expert, where it is loaded already; else it is loaded where something is to be written.
 
     Returns:
-        The domain, its prompts followed by the expert's continuations where they had no response, and the expert
-        where it was loaded.
+        The domain, and the expert where it is loaded.
     """
     if domain.unanswered and domain.rollout:
         asked = domain.prompts.subset(domain.unanswered)
@@ -240,13 +238,41 @@ def run_expert(
         for i, piece in zip(domain.unanswered, pieces, strict=True):
             sequences[i] = with_continuation(sequences[i], piece.tolist())
         domain = replace(domain, prompts=PromptSet(tuple(sequences)), unanswered=())
+    return domain, model
+
+
+def run_expert(
+    job: Job,
+    domain: DomainJob,
+    layers: list[int],
+    model: PreTrainedModel | None = None,
+    entropies: bool = False,
+    apart: features.Apart | None = None,
+) -> tuple[DomainJob, PreTrainedModel | None]:
+    """Make sure the store holds the expert's features; the expert is loaded only where something is missing.
+
+    Args:
+        layers: decoder layers whose states are wanted.
+        model: the expert, where it is loaded already.
+        entropies: whether those of its predictions are wanted.
+        apart: sequences that something else runs the expert over, where a pass is made.
+
+    Returns:
+        The domain, its prompts followed by the expert's continuations where they had no response, and the expert
+        where it was loaded.
+    """
+    domain, model = answered(job, domain, model)
     store = job.store(domain.expert_print, domain.prompts)
-    with store.making("head", "final", "entropy", *(f"layer-{i}" for i in layers)) as missing:
+    states = ["final", *(f"layer-{i}" for i in layers)]
+    with store.making("head", *states, *(["entropy"] if entropies else [])) as missing:
         if missing:
             model = model or job.load(domain.expert)
             lacking = [i for i in layers if f"layer-{i}" in missing]
             keep_head(model, store)
-            features.collect(model, domain.prompts, store, f"{domain.name}: expert", lacking, entropies=True)
+            if set(states) & set(missing):
+                features.collect(model, domain.prompts, store, f"{domain.name}: expert", lacking, apart)
+            if "entropy" in missing:
+                features.keep_entropies(model, store, f"{domain.name}: expert's entropies")
         share_head(store)
     return domain, model
 
@@ -257,7 +283,7 @@ def run_merged(job: Job, domain: DomainJob, model: PreTrainedModel | None) -> Pr
     with store.making("final") as missing:
         if missing:
             model = model or job.load(job.merged)
-            features.collect(model, domain.prompts, store, f"{domain.name}: merged", [], entropies=False)
+            features.collect(model, domain.prompts, store, f"{domain.name}: merged", [])
     return model
 
 

@@ -72,7 +72,6 @@ def measure(
     read: Sequence[tuple[torch.Tensor, Head | None]],
     expert_states: torch.Tensor,
     expert_head: Head | None,
-    entropy: torch.Tensor,
     next_ids: torch.Tensor,
     sequence: torch.Tensor,
 ) -> list[TokenMeasures]:
@@ -86,22 +85,25 @@ def measure(
             merged model's; for each set of states there is a result.
         expert_states: [n, d].
         expert_head: the expert's output embedding, None where it is the merged model's.
-        entropy: [n] of the expert.
         next_ids: [n] the reference's next tokens.
         sequence: [n] index of the sequence of each token.
     """
-    columns: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in read]
+    # Made before the chunks, so that nothing that stays lies between their large tensors in memory.
+    entropies = torch.empty(len(expert_states), dtype=torch.float64)
+    found = torch.empty(len(read), 3, len(expert_states), dtype=torch.float64)
     for start in range(0, len(expert_states), readout.chunk):
         part = slice(start, start + readout.chunk)
         expert = _Prediction(readout(expert_states[part], expert_head), next_ids[part])
-        for column, (states, head) in zip(columns, read, strict=True):
+        entropies[part] = expert.entropy().cpu().double()
+        for values, (states, head) in zip(found, read, strict=True):
             same = states is expert_states and head is expert_head
-            column.append(expert.of(expert if same else _Prediction(readout(states[part], head), next_ids[part])))
+            other = expert if same else _Prediction(readout(states[part], head), next_ids[part])
+            for row, value in zip(values, expert.of(other), strict=True):
+                row[part] = value.cpu().double()
     out = []
-    for column, (states, _) in zip(columns, read, strict=True):
-        l1 = (states.float() - expert_states.float()).abs().mean(-1)
-        kl, agree, nll = (torch.cat(values).cpu().double() for values in zip(*column, strict=True))
-        out.append(TokenMeasures(l1.cpu().double(), entropy.cpu().double(), kl, agree, nll, sequence.cpu()))
+    for (kl, agree, nll), (states, _) in zip(found, read, strict=True):
+        l1 = (states.float() - expert_states.float()).abs().mean(-1).cpu().double()
+        out.append(TokenMeasures(l1, entropies, kl, agree, nll, sequence.cpu()))
     return out
 
 
@@ -112,6 +114,7 @@ class _Prediction:
         self._logits, self._following = logits, following.to(logits.device)
         self._logs: dict[int, torch.Tensor] = {}
         self._weights: dict[int, torch.Tensor] = {}
+        self._likeliest: dict[int, torch.Tensor] = {}
 
     def log(self, rows: int) -> torch.Tensor:
         """[n, rows] log-probabilities over the first rows of the vocabulary."""
@@ -119,15 +122,33 @@ class _Prediction:
             self._logs[rows] = self._logits[:, :rows].log_softmax(-1)
         return self._logs[rows]
 
+    def weights(self, rows: int) -> torch.Tensor:
+        """[n, rows] the probabilities of these."""
+        if rows not in self._weights:
+            self._weights[rows] = self.log(rows).exp()
+        return self._weights[rows]
+
+    def entropy(self) -> torch.Tensor:
+        """[n] in nats."""
+        rows = self._logits.shape[-1]
+        return -(self.weights(rows) * self.log(rows)).nan_to_num_(0.0).sum(-1)
+
+    def likeliest(self, rows: int) -> torch.Tensor:
+        """[n] the token of these."""
+        if rows not in self._likeliest:
+            self._likeliest[rows] = self._logits[:, :rows].argmax(-1)
+        return self._likeliest[rows]
+
     def of(self, other: _Prediction) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """KL from this to another's, whether both have the same likeliest token, and the other's NLL; each [n]."""
         size = other._logits.shape[-1]
         rows = min(size, self._logits.shape[-1])
-        if rows not in self._weights:
-            self._weights[rows] = self.log(rows).exp()
-        kl = (self._weights[rows] * (self.log(rows) - other.log(rows))).nan_to_num(0.0).sum(-1).clamp(min=0)
-        agree = self._logits[:, :rows].argmax(-1) == other._logits[:, :rows].argmax(-1)
-        return kl, agree, -other.log(size).gather(-1, other._following[:, None]).squeeze(-1)
+        kl = (self.log(rows) - other.log(rows)).mul_(self.weights(rows)).nan_to_num_(0.0).sum(-1).clamp(min=0)
+        return (
+            kl,
+            self.likeliest(rows) == other.likeliest(rows),
+            -other.log(size).gather(-1, other._following[:, None]).squeeze(-1),
+        )
 
 
 def bootstrap(

@@ -11,7 +11,7 @@ import torch
 from mergedarts.drift import Case, assemble, domain_drift
 from mergedarts.drift.layers import LayerSums
 from mergedarts.drift.tokens import STATE_MEASURES
-from mergedarts.features import Readout, collect
+from mergedarts.features import Readout, collect, entropies
 from mergedarts.heads import keep_head
 from mergedarts.heldout import HeldOut
 from mergedarts.job import DomainJob
@@ -55,17 +55,16 @@ def planted(
     )  # fmt: skip
     store = job.store("expert", prompts)
     keep_head(model, store)
-    collect(model, prompts, store, "e", [], entropies=True)
-    if entropy is not None:
-        store.save("entropy", {"entropy": entropy})
-    target, nats = store.load("final")["hidden"], store.load("entropy")["entropy"]
+    collect(model, prompts, store, "e", [])
+    readout, target = Readout(model), store.load("final")["hidden"]
+    nats = entropies(readout, target, None, "e") if entropy is None else entropy
     positions = torch.from_numpy(prompts.positions())
     job.store("merged", prompts).save("final", {"hidden": change(target, positions, nats)})
     domain = DomainJob("code", ModelRef("/somewhere/code-expert"), "expert", prompts, 0, ())
     count = len(prompts.sequences)
     case = Case(domain, list(range(fitted)), domain, list(range(fitted, count)))
-    readout = Readout(model)
     held = HeldOut(job, domain, model, readout, case.measured)
+    held.entropy = nats[int(prompts.offsets[fitted]) :]
     states = {"merged": held.merged_states}
     if repair is not None:
         states["repaired"] = repair(held.merged_states)

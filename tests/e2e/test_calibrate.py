@@ -124,11 +124,12 @@ def test_a_second_run_and_a_second_fit_do_not_run_the_llm(
         raise AssertionError("the LLM ran again")
 
     import mergedarts.features
-    import mergedarts.fit
+    from mergedarts.fit.fisher import FisherPass
 
-    for name in ("collect", "continuations"):
+    for name in ("collect", "continuations", "entropies"):
         monkeypatch.setattr(mergedarts.features, name, never)
-    monkeypatch.setattr(mergedarts.fit, "collect_fisher", never)
+    for name in ("run", "resident"):
+        monkeypatch.setattr(FisherPass, name, never)
     _, second = calibrate(run, tmp_path)
     assert second.code == 0, second.err
     assert features(fresh_cache) == before

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from mergedarts.features import Readout
+from mergedarts.features import Apart, Readout, collect
 from mergedarts.fit import fisher
-from mergedarts.fit.fisher import LEAST_TOKENS, collect_fisher, head_metric, load_metric, metric_sequences
+from mergedarts.fit.fisher import LEAST_TOKENS, FisherPass, head_metric, load_metric, metric_sequences
 from mergedarts.fit.plan import measured_on
 from mergedarts.models import decoder_layers
 from mergedarts.prompts import PromptSet, TokenSequence
@@ -67,7 +67,7 @@ def by_hand(model, prompts, chosen, layers, seed):
 
 def collected(model, prompts, chosen, layers, seed=0):
     store = FeatureStore("e", prompts.digest, torch.float32)
-    collect_fisher(model, prompts, chosen, layers, store, lambda i: f"fisher-{i}", seed, "test")
+    FisherPass(prompts, chosen, layers, store, lambda i: f"fisher-{i}", seed, "test").run(model)
     return {i: load_metric(store, f"fisher-{i}") for i in layers}
 
 
@@ -197,7 +197,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_the_metric_is_of_a_quarter_of_the_sequences_whatever_their_order():
-    prompts = prompt_set([110 + i % 9 for i in range(60)], response=100)
+    prompts = prompt_set([110 + i % 9 for i in range(60)], response=40)
     silent = [replace(s, predicts=(False,) * len(s)) if i < 30 else s for i, s in enumerate(prompts.sequences)]
     each = [sum(s.predicts) for s in silent]
     fitted = list(range(0, 60, 2))
@@ -218,3 +218,26 @@ def test_the_metric_by_name_is_of_all_sequences(asked, count):
     chosen = measured_on(job, domain, list(range(59, -1, -1)))
     assert len(chosen) == count
     assert chosen == sorted(chosen)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon_h1"])
+def test_one_pass_for_metric_and_features_is_as_two(family):
+    """States are kept of every sequence, whichever pass runs it, and of nothing else that runs in between."""
+    model, prompts = tiny(family), prompt_set(LENGTHS)
+    apart, one = (FeatureStore(name, prompts.digest, torch.float32) for name in ("apart", "one"))
+    layers = list(range(LAYERS))
+
+    def made(store):
+        return FisherPass(prompts, CHOSEN, layers, store, lambda i: f"fisher-{i}", 0, "test")
+
+    collect(model, prompts, apart, "test", layers)
+    made(apart).run(model)
+    beside = made(one)
+    collect(model, prompts, one, "test", layers, Apart(beside.chosen, beside.resident))
+    assert not beside.pending
+    for name in ("final", *(f"layer-{i}" for i in layers)):
+        torch.testing.assert_close(one.load(name)["hidden"], apart.load(name)["hidden"], rtol=1e-5, atol=1e-5)
+    for i in layers:
+        got, want = load_metric(one, f"fisher-{i}"), load_metric(apart, f"fisher-{i}")
+        torch.testing.assert_close(got.matrix, want.matrix, rtol=1e-5, atol=1e-9)
+        assert (got.response, got.prompt) == pytest.approx((want.response, want.prompt), rel=1e-5)

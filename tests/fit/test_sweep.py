@@ -12,7 +12,7 @@ from mergedarts import features
 from mergedarts.config import PositionForm
 from mergedarts.correction import Correction, Position, SiteCorrection
 from mergedarts.fit.fisher import Metric
-from mergedarts.fit.sweep import SweepSettings, apply_site, sweep
+from mergedarts.fit.sweep import Site, SweepSettings, apply_site, sweep
 from mergedarts.models import decoder_layers
 from mergedarts.runtime import attach
 from tests.fit import slow
@@ -187,6 +187,26 @@ def test_an_expert_equal_to_the_merged_model_needs_nothing():
     )
     for _, site in result.correction.items():
         assert np.abs(dense_of(site)).max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_site_that_was_chosen_at_fits_as_one_that_was_not(dtype):
+    """The folds' sums are the sums of all tokens; with tokens left out, a form with penalties, and one empty fold."""
+    g = torch.Generator().manual_seed(4)
+    states = torch.randn(60, 6, generator=g).to(dtype)
+    target = (states.float() @ torch.randn(6, 6, generator=g)).to(dtype)
+    weights = torch.rand(60, generator=g).double() * (torch.arange(60) % 7 > 0)
+    positions, sequence = torch.arange(60) % 10, (torch.arange(60) // 10) % 2
+    forms = (PositionForm(form="table", size=4), PositionForm(form="constant"))
+    fits = []
+    for chooses in (True, False):
+        site = Site(states, target, weights, positions, sequence, None)
+        if chooses:
+            site.choose(SweepSettings({}, forms, False, (0.1, 1.0)), 2)
+        fits.append(site.fit(forms[0], 0.1, 2, False)[0])
+    for name, value in fits[0].state_dict().items():
+        torch.testing.assert_close(value, fits[1].state_dict()[name], rtol=1e-4, atol=1e-5)
+    assert len(fits[0].state_dict()) > 2
 
 
 def test_no_sites_no_correction():

@@ -17,6 +17,7 @@ from ..errors import UserError
 from ..features import Readout
 from ..fit import expert_extras, fit_domain, layers_needed
 from ..fit.linear import linear_layers, weight_of
+from ..fit.plan import wants_entropy
 from ..job import DomainJob, Job, run_expert
 from ..store import save_tensors
 
@@ -61,7 +62,7 @@ def lora_of(
     if is_lora(correction):
         return correction, False
     linear = lora_job(job, rank)
-    domain, expert = run_expert(linear, domain, layers_needed(linear))
+    domain, expert = run_expert(linear, domain, layers_needed(linear), entropies=wants_entropy(linear))
     expert_extras(linear, domain, fitted, expert)
     del expert
     return fit_domain(linear, domain, model, Readout(model), fitted).correction, True

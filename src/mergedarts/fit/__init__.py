@@ -17,7 +17,7 @@ from ..features import Readout
 from ..job import DomainJob, Job
 from ..models import load_config, parameter_count
 from .adam import fit_adam
-from .fisher import collect_fisher
+from .fisher import FisherPass
 from .linear import WEIGHTS, keep_weights
 from .losses import token_weights
 from .plan import (
@@ -28,6 +28,7 @@ from .plan import (
     layers_of,
     measured_on,
     wants_depth,
+    wants_entropy,
     wants_fisher,
     wants_weights,
 )
@@ -72,15 +73,33 @@ def expert_extras(job: Job, domain: DomainJob, fitted: list[int], expert: PreTra
         return
     store = job.store(domain.expert_print, domain.prompts)
     chosen = measured_on(job, domain, fitted)
-    names = {i: fisher_name(chosen, i) for i in layers_of(job, load_config(job.merged).num_hidden_layers)}
+    names = _metrics(job, chosen)
     with store.making(*names.values()) as missing:
         # Summed over all processes: what one of them lacks, all make.
         lacking = sorted(set().union(*gather({i for i, name in names.items() if name in missing})))
         if lacking:
-            collect_fisher(
-                expert or job.load(domain.expert), domain.prompts, chosen, lacking, store,
-                partial(fisher_name, chosen), job.run.fit.seed, f"{domain.name}: expert's metric",
-            )  # fmt: skip
+            _fisher_pass(job, domain, chosen, lacking).run(expert or job.load(domain.expert))
+
+
+def metric_beside(job: Job, domain: DomainJob, fitted: list[int]) -> FisherPass | None:
+    """The Fisher pass, where it can be the pass for features too: the store has neither, and the expert is resident."""
+    if not wants_fisher(job) or job.stream:
+        return None
+    store = job.store(domain.expert_print, domain.prompts)
+    chosen = measured_on(job, domain, fitted)
+    names = _metrics(job, chosen)
+    nothing = not store.has("final") and not any(map(store.has, names.values()))
+    return _fisher_pass(job, domain, chosen, list(names)) if all(gather(nothing)) else None
+
+
+def _metrics(job: Job, chosen: list[int]) -> dict[int, str]:
+    """By layer, the name in the store of its metric, estimated on some of the sequences."""
+    return {i: fisher_name(chosen, i) for i in layers_of(job, load_config(job.merged).num_hidden_layers)}
+
+
+def _fisher_pass(job: Job, domain: DomainJob, chosen: list[int], layers: list[int]) -> FisherPass:
+    store, title = job.store(domain.expert_print, domain.prompts), f"{domain.name}: expert's metric"
+    return FisherPass(domain.prompts, chosen, layers, store, partial(fisher_name, chosen), job.run.fit.seed, title)
 
 
 def fit_domain(job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, fitted: list[int]) -> FitResult:
@@ -96,7 +115,7 @@ def _adam(job: Job, domain: DomainJob, fitted: list[int]) -> FitResult:
     mine = torch.isin(torch.from_numpy(prompts.sequence_index()), torch.tensor(fitted))
     expert = job.store(domain.expert_print, prompts)
     weights = token_weights(
-        expert.load("entropy")["entropy"][mine],
+        expert.load("entropy")["entropy"][mine] if wants_entropy(job) else None,
         torch.from_numpy(prompts.predicts())[mine],
         "l1" if fit.loss == "l1" else "ewl1",
         1.0 if fit.gamma is None else fit.gamma,

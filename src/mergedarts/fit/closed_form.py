@@ -26,6 +26,8 @@ from .eigen import leading
 #: Condition number of the scaled input matrix beyond which a solve is not to be trusted: products of features are
 #: summed in float32 blocks, so directions weaker than this are rounding.
 MAX_CONDITION = 1e7
+#: Tokens whose products are summed in float32.
+BLOCK = 2048
 
 
 @dataclass
@@ -51,31 +53,46 @@ class Statistics:
         cls, x: torch.Tensor, f: torch.Tensor, d: torch.Tensor, weights: torch.Tensor, scored: bool = True
     ) -> Statistics:
         """Of tokens x [n, d_in], functions f [n, k], targets d [n, d_out] and weights [n]; with dd where `scored`."""
-        phi = torch.cat([x.float(), f.to(x.device).float()], 1)
-        scaled = phi * weights.to(phi)[:, None]
-        target = d.float()
-        # Products in float32 over at most a few thousand tokens, sums of them in float64; those with the position
-        # functions, which may be nearly dependent, wholly in float64.
-        own = d.shape[1] if scored else 0
-        xx, xd, dd = (
-            torch.zeros(a, b, dtype=torch.float64)
-            for a, b in ((phi.shape[1], phi.shape[1]), (phi.shape[1], d.shape[1]), (own, own))
-        )
-        for p, s, t, w in zip(
-            phi.split(2048), scaled.split(2048), target.split(2048), weights.to(phi).split(2048), strict=True
-        ):
-            xx += (s.T @ p).double().cpu()
-            xd += (s.T @ t).double().cpu()
-            if scored:
-                dd += ((t * w[:, None]).T @ t).double().cpu()
+        return cls.plain(x, d, weights, scored).with_functions(f, x, d, weights)
+
+    @classmethod
+    def plain(cls, x: torch.Tensor, d: torch.Tensor, weights: torch.Tensor, scored: bool = True) -> Statistics:
+        """Of tokens x [n, d_in], targets d [n, d_out] and weights [n], without position functions.
+
+        A token is scaled by the root of its weight. Where x is in bfloat16 it is then rounded to that again, which is
+        what its numbers are known to. Products are exact or in float32, their sums over at most a few thousand tokens
+        in float32, and the sums of those in float64.
+        """
+        dtype = exactness(x.dtype)
+        xx = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
+        xd = torch.zeros(x.shape[1], d.shape[1], dtype=torch.float64)
+        dd = torch.zeros(d.shape[1], d.shape[1], dtype=torch.float64) if scored else torch.zeros(0, 0).double()
         n = x.shape[1]
-        xx[n:], xd[n:] = 0.0, 0.0
-        for p, t, w in zip(phi.split(2048), target.split(2048), weights.split(2048), strict=True):
-            heavy = p[:, n:].cpu().double() * w.cpu().double()[:, None]
-            xx[n:] += heavy.T @ p.cpu().double()
+        for p, t, w in zip(x.split(BLOCK), d.split(BLOCK), weights.to(x.device).split(BLOCK), strict=True):
+            both = (torch.cat([p.float(), t.float()], 1) * w.float().sqrt()[:, None]).to(dtype)
+            products = product(both[:, :n], both)
+            xx += products[:, :n]
+            xd += products[:, n:]
+            if scored:
+                dd += product(both[:, n:], both[:, n:])
+        return cls((xx + xx.T) / 2, xd, (dd + dd.T) / 2, float(weights.double().sum()), 0)
+
+    def with_functions(self, f: torch.Tensor, x: torch.Tensor, d: torch.Tensor, weights: torch.Tensor) -> Statistics:
+        """The same tokens, of which `plain` made these, with position functions f [n, k] after their inputs.
+
+        Sums with the functions, which may be nearly dependent, are wholly in float64.
+        """
+        n, k = x.shape[1], f.shape[1]
+        xx = torch.zeros(n + k, n + k, dtype=torch.float64)
+        xd = torch.zeros(n + k, d.shape[1], dtype=torch.float64)
+        xx[:n, :n], xd[:n] = self.xx, self.xd
+        for g, p, t, w in zip(*(part.split(BLOCK) for part in (f, x, d, weights)), strict=True) if k else ():
+            heavy = g.cpu().double() * w.cpu().double()[:, None]
+            xx[n:, :n] += heavy.T @ p.cpu().double()
+            xx[n:, n:] += heavy.T @ g.cpu().double()
             xd[n:] += heavy.T @ t.cpu().double()
         xx[:n, n:] = xx[n:, :n].T
-        return cls((xx + xx.T) / 2, xd, (dd + dd.T) / 2, float(weights.double().sum()), f.shape[1])
+        return Statistics(xx, xd, self.dd, self.weight, k)
 
     def summed(self) -> Statistics:
         """Over the tokens of all processes."""
@@ -100,12 +117,32 @@ class Statistics:
         )
 
 
+def exactness(dtype: torch.dtype) -> torch.dtype:
+    """The type that features and targets are summed in, of states in some type."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[p, q] float64 of the float32 sums a'b, a [n, p] and b [n, q] both in bfloat16 or both in float32."""
+    precision = getattr(torch.backends.mkldnn, "matmul", None)  # since PyTorch 2.9
+    if a.dtype != torch.bfloat16 or precision is None:
+        return (a.float().T @ b.float()).cpu().double()
+    # A CPU that multiplies bfloat16 takes half the time for them, and loses nothing: float32 holds each exactly.
+    before = precision.fp32_precision
+    try:
+        precision.fp32_precision = "bf16"
+        return (a.float().T @ b.float()).cpu().double()
+    finally:
+        precision.fp32_precision = before
+
+
 @dataclass(frozen=True)
 class Ridge:
     """The full-rank ridge solution of some statistics, from which that of any rank is read off.
 
     Attributes:
-        full: [d_in, d_out] map from x~ to the predicted D.
+        whiten: [d_in, d_in] upper triangular; its inverse times the first d_in rows of `half`, each over its `scale`
+            [d_in], is the full-rank map [d_in, d_out] from x~ to the predicted D.
         free: [k, d_out] map from f to it, for functions inside the rank; None where they are outside.
         centre: [d_in, k] the regression of x on f.
         half: [d_in + k', d_out] with half' half the fitted values' Gram matrix: k' = k for functions inside the rank.
@@ -115,7 +152,8 @@ class Ridge:
     """
 
     statistics: Statistics
-    full: torch.Tensor
+    whiten: torch.Tensor
+    scale: torch.Tensor
     free: torch.Tensor | None
     centre: torch.Tensor
     half: torch.Tensor
@@ -133,10 +171,11 @@ class Ridge:
     def at_rank(self, rank: int) -> Solution:
         """The solution of rank r."""
         vectors = self.leading(rank)[1]
-        down = vectors.T @ self.root @ self.full.T
-        up = torch.linalg.solve_triangular(self.root, vectors, upper=True)
         s = self.statistics
         n = s.xx.shape[0] - s.functions
+        fitted = self.half[:n] @ (self.root.T @ vectors)
+        down = (torch.linalg.solve_triangular(self.whiten, fitted, upper=True) / self.scale[:, None]).T
+        up = torch.linalg.solve_triangular(self.root, vectors, upper=True)
         if self.free is not None:
             return Solution(down, up, inner=(vectors.T @ self.root @ self.free.T - down @ self.centre).T)
         if s.functions == 0:
@@ -192,6 +231,10 @@ def solve(statistics: Statistics, ridge: float, metric: torch.Tensor | None = No
         metric: [d_out, d_out] positive definite float64; None for the Euclidean one.
         inside: whether the position functions share the rank of the low-rank part.
     """
+    return _solve(statistics, ridge, _root(metric, statistics.xd.shape[1]), inside)
+
+
+def _solve(statistics: Statistics, ridge: float, root: torch.Tensor, inside: bool) -> Ridge:
     s = statistics
     k = s.functions
     n = s.xx.shape[0] - k
@@ -220,11 +263,10 @@ def solve(statistics: Statistics, ridge: float, metric: torch.Tensor | None = No
         scaled.diagonal().add_(values[-1] / MAX_CONDITION - values[0].clamp(max=0))
         factor = torch.linalg.cholesky(scaled)
     half = torch.linalg.solve_triangular(factor, right, upper=False)
-    full = torch.linalg.solve_triangular(factor.T, half, upper=True) / scale[:, None]
     if free is not None:
         values, vectors = torch.linalg.eigh(s.xx[n:, n:])
         half = torch.cat([half, values.clamp(min=0).sqrt()[:, None] * (vectors.T @ free)])
-    return Ridge(s, full, free, centre, half, _root(metric, s.xd.shape[1]), condition, helped)
+    return Ridge(s, factor.T, scale, free, centre, half, root, condition, helped)
 
 
 def _factor(matrix: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -274,13 +316,14 @@ def choose_ridge(
         The ridge, and the held-out error of each relative to no correction.
     """
     whole = sum(folds[1:], start=folds[0])
+    root = _root(metric, whole.xd.shape[1])
     scores: dict[float, float] = {}
     for ridge in ridges:
         total, base = 0.0, 0.0
         for fold in folds:
             if fold.weight <= 0 or whole.weight - fold.weight <= 0:
                 continue
-            total += fold.weight * error(fold, solve(whole - fold, ridge, metric, inside).at_rank(rank), metric)
+            total += fold.weight * error(fold, _solve(whole - fold, ridge, root, inside).at_rank(rank), metric)
             base += fold.weight * error(fold, None, metric)
         scores[ridge] = total / base if base > 0 else 1.0
     return min(scores, key=lambda r: (scores[r], -r)), scores

@@ -11,12 +11,12 @@ from ..distributed import total
 
 
 def token_weights(
-    entropy: torch.Tensor, predicts: torch.Tensor, loss: str, gamma: float, prompt_weight: float
+    entropy: torch.Tensor | None, predicts: torch.Tensor, loss: str, gamma: float, prompt_weight: float
 ) -> torch.Tensor:
     """Weight of each token in a fit, with mean 1.
 
     Args:
-        entropy: [N] predictive entropy of the expert in nats.
+        entropy: [N] predictive entropy of the expert in nats; `l1` needs none.
         predicts: [N] whether the next token is a response's; where none is (prompts alone), all count as such.
         loss: `l1` weighs tokens alike; `ewl1` by `entropy ** gamma` (gamma 1: DARTS, arXiv 2608.28547).
         prompt_weight: factor on the tokens that do not predict a response.
@@ -24,10 +24,11 @@ def token_weights(
     Returns:
         [N] float64, of mean 1 over all processes; uniform over the counted tokens where all entropies are zero.
     """
-    weights = torch.ones_like(entropy, dtype=torch.float64)
+    weights = torch.ones(len(predicts), dtype=torch.float64)
     if total(float(predicts.sum())) > 0:
         weights = torch.where(predicts, weights, torch.full_like(weights, prompt_weight))
     if loss == "ewl1":
+        assert entropy is not None
         tempered = entropy.double().clamp(min=0) ** gamma
         if total(float((weights * tempered).sum())) > 0:
             weights = weights * tempered

@@ -63,6 +63,14 @@ def wants_fisher(job: Job) -> bool:
     return wants_depth(job) and job.run.fit.metric in ("auto", "fisher")
 
 
+def wants_entropy(job: Job) -> bool:
+    """Whether a fit weighs tokens by the expert's entropy: `loss: auto` does so where there is no Fisher metric."""
+    if job.run.correction.form == "svd":
+        return False
+    loss = job.run.fit.loss
+    return loss == "ewl1" or (loss == "auto" and not wants_fisher(job))
+
+
 def wants_weights(job: Job) -> bool:
     """Whether a run needs the experts' linear weights beside the merged model's."""
     return job.run.correction.form == "svd" or wants_updates(job)
@@ -143,8 +151,9 @@ class _Tokens:
         self.rows = torch.isin(torch.from_numpy(domain.prompts.sequence_index()), torch.tensor(fitted))
         self.expert = expert
         self._fit = job.run.fit
+        self._loss = "ewl1" if wants_entropy(job) else "l1"
         self._deep = job.run.correction.sites != "final"
-        self._entropy = expert.load("entropy")["entropy"][self.rows]
+        self._entropy = expert.load("entropy")["entropy"][self.rows] if wants_entropy(job) else None
         self._predicts = torch.from_numpy(domain.prompts.predicts())[self.rows]
 
     def weights(self, metric: Metric | None) -> torch.Tensor:
@@ -160,11 +169,8 @@ class _Tokens:
                 prompt = DEPTH_PROMPT_WEIGHT if self._deep else 0.0
             else:
                 prompt = min(1.0, metric.prompt / metric.response) if metric.response > 0 else 1.0
-        loss = self._fit.loss
-        if loss == "auto":
-            loss = "ewl1" if metric is None else "l1"
         gamma = 0.5 if self._fit.gamma is None else self._fit.gamma
-        return token_weights(self._entropy, self._predicts, loss, gamma, prompt)
+        return token_weights(self._entropy, self._predicts, self._loss, gamma, prompt)
 
 
 def _final(

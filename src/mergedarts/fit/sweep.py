@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ from ..layerwise import LayerRunner
 from ..models import decoder_layers
 from ..progress import bar
 from ..prompts import PromptSet
-from .closed_form import Statistics, choose_ridge, regularised, solve
+from .closed_form import Statistics, choose_ridge, exactness, regularised, solve
 from .fisher import Metric
 from .linear import weight_of
 from .positions import functions_of, position_of, table_rows
@@ -155,27 +157,37 @@ class Site:
     ) -> None:
         kept = weights > 0
         self._kind: Kind = "residual" if inputs is None else "linear"
-        self._x = (states if inputs is None else inputs)[kept].float()
-        self._difference = target[kept].float() - states[kept].float()
+        self._x = (states if inputs is None else inputs)[kept]
+        self._difference = (target[kept].float() - states[kept].float()).to(exactness(states.dtype))
         self._weights, self._positions = weights[kept], positions[kept]
         self._fold = sequence[kept] % FOLDS
+        self._plain: dict[int, Statistics] = {}
         self._last = torch.tensor([max(gather(int(self._positions.max())))])
         self._metric = metric
 
-    def statistics(self, form: PositionForm, rows: torch.Tensor | None = None, scored: bool = True) -> Statistics:
-        """Of all tokens, or of some; `scored` where errors are to be told from them."""
+    def statistics(self, form: PositionForm, fold: int | None = None) -> Statistics:
+        """Of all tokens, or of a fold, from which errors can be told too."""
         f, penalty = functions_of(position_of(form, self._last), self._positions)
-        chosen = torch.ones_like(self._positions, dtype=torch.bool) if rows is None else rows
-        x, difference, weights = self._x[chosen], self._difference[chosen], self._weights[chosen]
-        made = Statistics.of(x, f[chosen], difference, weights, scored).summed()
-        return made.penalised(penalty * total(int(chosen.sum())) / total(len(chosen)))
+        x, difference, weights = self._x, self._difference, self._weights
+        if fold is not None:
+            chosen = self._fold == fold
+            f, x, difference, weights = f[chosen], x[chosen], difference[chosen], weights[chosen]
+            if fold not in self._plain:
+                self._plain[fold] = Statistics.plain(x, difference, weights)
+            plain = self._plain[fold]
+            penalty = penalty * total(int(chosen.sum())) / total(len(chosen))
+        elif self._plain:  # every fold's, since a choice was made
+            plain = reduce(add, self._plain.values())
+        else:
+            plain = Statistics.plain(x, difference, weights, scored=False)
+        return plain.with_functions(f, x, difference, weights).summed().penalised(penalty)
 
     def choose(self, settings: SweepSettings, rank: int) -> tuple[PositionForm, float, dict[str, float]]:
         """Position form and ridge of least error on held-out folds, and the error of each relative to none."""
         errors: dict[str, float] = {}
         best = (float("inf"), settings.forms[0], settings.ridges[0])
         for form in settings.forms:
-            folds = [part for i in range(FOLDS) if (part := self.statistics(form, self._fold == i)).weight > 0]
+            folds = [part for i in range(FOLDS) if (part := self.statistics(form, i)).weight > 0]
             if len(folds) < 2:
                 return settings.forms[0], settings.ridges[-1], {}
             ridge, scores = choose_ridge(folds, settings.ridges, rank, self._metric, settings.inside)
@@ -187,7 +199,7 @@ class Site:
     def fit(self, form: PositionForm, ridge: float, rank: int, inside: bool) -> tuple[SiteCorrection, bool]:
         """The correction of some rank, and whether the ridge had to be raised."""
         position = position_of(form, self._last)
-        ridged = solve(self.statistics(form, scored=False), ridge, self._metric, inside)
+        ridged = solve(self.statistics(form), ridge, self._metric, inside)
         solution = ridged.at_rank(rank)
         rows = table_rows(position, solution.functions)
         return replace(solution, functions=rows).site(self._kind, position), ridged.helped
