@@ -26,6 +26,8 @@ from .eigen import leading
 #: Condition number of the scaled input matrix beyond which a solve is not to be trusted: products of features are
 #: summed in float32 blocks, so directions weaker than this are rounding.
 MAX_CONDITION = 1e7
+#: Share of an input's power beyond the position functions up to which it counts as constant: the rounding of the sums.
+CONSTANT = 4e-6
 #: Tokens whose products are summed in float32.
 BLOCK = 2048
 
@@ -59,17 +61,14 @@ class Statistics:
     def plain(cls, x: torch.Tensor, d: torch.Tensor, weights: torch.Tensor, scored: bool = True) -> Statistics:
         """Of tokens x [n, d_in], targets d [n, d_out] and weights [n], without position functions.
 
-        A token is scaled by the root of its weight. Where x is in bfloat16 it is then rounded to that again, which is
-        what its numbers are known to. Products are exact or in float32, their sums over at most a few thousand tokens
-        in float32, and the sums of those in float64.
+        Products are summed in float32 over at most a few thousand tokens, and these sums in float64.
         """
-        dtype = exactness(x.dtype)
         xx = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
         xd = torch.zeros(x.shape[1], d.shape[1], dtype=torch.float64)
         dd = torch.zeros(d.shape[1], d.shape[1], dtype=torch.float64) if scored else torch.zeros(0, 0).double()
         n = x.shape[1]
         for p, t, w in zip(x.split(BLOCK), d.split(BLOCK), weights.to(x.device).split(BLOCK), strict=True):
-            both = (torch.cat([p.float(), t.float()], 1) * w.float().sqrt()[:, None]).to(dtype)
+            both = torch.cat([p.float(), t.float()], 1) * w.float().sqrt()[:, None]
             products = product(both[:, :n], both)
             xx += products[:, :n]
             xd += products[:, n:]
@@ -117,23 +116,9 @@ class Statistics:
         )
 
 
-def exactness(dtype: torch.dtype) -> torch.dtype:
-    """The type that features and targets are summed in, of states in some type."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-
-
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[p, q] float64 of the float32 sums a'b, a [n, p] and b [n, q] both in bfloat16 or both in float32."""
-    precision = getattr(torch.backends.mkldnn, "matmul", None)  # since PyTorch 2.9
-    if a.dtype != torch.bfloat16 or precision is None:
-        return (a.float().T @ b.float()).cpu().double()
-    # A CPU that multiplies bfloat16 takes half the time for them, and loses nothing: float32 holds each exactly.
-    before = precision.fp32_precision
-    try:
-        precision.fp32_precision = "bf16"
-        return (a.float().T @ b.float()).cpu().double()
-    finally:
-        precision.fp32_precision = before
+    """[p, q] float64 of the float32 sums a'b of a [n, p] and b [n, q]."""
+    return (a.float().T @ b.float()).cpu().double()
 
 
 @dataclass(frozen=True)
@@ -250,7 +235,7 @@ def _solve(statistics: Statistics, ridge: float, root: torch.Tensor, inside: boo
     power = xx.diagonal().clamp(min=0)
     floor = torch.finfo(torch.float64).tiny
     # A constant input carries nothing beyond the position functions: it is left out by a unit scale and a zero row.
-    dead = power <= 1e-12 * s.xx.diagonal()[:n].clamp(min=floor)
+    dead = power <= CONSTANT * s.xx.diagonal()[:n].clamp(min=floor)
     scale = torch.where(dead, torch.ones_like(power), power.clamp(min=floor).sqrt())
     scaled = xx / scale[:, None] / scale[None, :]
     right = xd / scale[:, None]

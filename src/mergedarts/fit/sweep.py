@@ -24,7 +24,7 @@ from ..layerwise import LayerRunner
 from ..models import decoder_layers
 from ..progress import bar
 from ..prompts import PromptSet
-from .closed_form import Statistics, choose_ridge, exactness, regularised, solve
+from .closed_form import Statistics, choose_ridge, regularised, solve
 from .fisher import Metric
 from .linear import weight_of
 from .positions import functions_of, position_of, table_rows
@@ -158,7 +158,7 @@ class Site:
         kept = weights > 0
         self._kind: Kind = "residual" if inputs is None else "linear"
         self._x = (states if inputs is None else inputs)[kept]
-        self._difference = (target[kept].float() - states[kept].float()).to(exactness(states.dtype))
+        self._difference = target[kept].float() - states[kept].float()
         self._weights, self._positions = weights[kept], positions[kept]
         self._fold = sequence[kept] % FOLDS
         self._plain: dict[int, Statistics] = {}
