@@ -56,9 +56,9 @@ class FeatureStore:
         return (self.path / f"{name}.safetensors").is_file()
 
     def has(self, name: str) -> bool:
-        return not self._missing([name])
+        return not self.missing([name])
 
-    def _missing(self, names: Sequence[str]) -> list[str]:
+    def missing(self, names: Sequence[str]) -> list[str]:
         """Which of some names are neither here nor in the shared place."""
         missing = [name for name in names if not self.is_local(name)]
         if missing and self.shared is not None:
@@ -72,9 +72,9 @@ class FeatureStore:
 
         When the block ends well, the shared place gets what it lacks.
         """
-        if self._missing(names):
+        if self.missing(names):
             with claim(self.path):
-                yield self._missing(names)
+                yield self.missing(names)
         else:
             yield []
         self._share()

@@ -88,7 +88,8 @@ def metric_beside(job: Job, domain: DomainJob, fitted: list[int]) -> FisherPass 
     store = job.store(domain.expert_print, domain.prompts)
     chosen = measured_on(job, domain, fitted)
     names = _metrics(job, chosen)
-    nothing = not store.has("final") and not any(map(store.has, names.values()))
+    wanted = ["final", *names.values()]
+    nothing = store.missing(wanted) == wanted
     return _fisher_pass(job, domain, chosen, list(names)) if all(gather(nothing)) else None
 
 
