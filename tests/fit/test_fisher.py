@@ -241,3 +241,13 @@ def test_one_pass_for_metric_and_features_is_as_two(family):
         got, want = load_metric(one, f"fisher-{i}"), load_metric(apart, f"fisher-{i}")
         torch.testing.assert_close(got.matrix, want.matrix, rtol=1e-5, atol=1e-9)
         assert (got.response, got.prompt) == pytest.approx((want.response, want.prompt), rel=1e-5)
+
+
+def test_what_a_family_does_between_decoder_and_head_counts():
+    """States are those that the output embedding is given; what comes before it is gone back through."""
+    model, prompts = tiny("llama"), prompt_set(LENGTHS)
+    model.get_output_embeddings().register_forward_pre_hook(lambda module, args: (0.3 * args[0],))
+    got = collected(model, prompts, CHOSEN, [0])[0]
+    gradients = by_hand(model, prompts, CHOSEN, [0], 0)
+    response = [float(g[0][t].square().sum()) for m, g in gradients for t in range(len(m)) if m[t]]
+    assert got.response == pytest.approx(sum(response) / len(response), rel=1e-3)
