@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .errors import UserError
-from .features import batches, check_finite, hooked, padded, state_of
+from .features import batches, check_finite, hooked, padded, state_of, stopping_before
 from .memory import by_halves, is_out_of_memory
 from .models import decoder_layers
 from .prompts import PromptSet
@@ -88,23 +88,17 @@ class LayerRunner:
     @torch.inference_mode()
     def _first(self) -> torch.Tensor:
         """[tokens, d] the input of the first layer."""
-        caught: list[torch.Tensor] = []
-
-        def catch(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            caught.append(_hidden(args, kwargs))
-            raise _Stop
+        first = self._stack.layers[0]
 
         def run(batch: list[int]) -> torch.Tensor:
-            with suppress(_Stop):
+            with resting([first]), stopping_before(first) as caught:
                 self._decoder(input_ids=padded(self._prompts, batch, self._device), use_cache=False)
             return caught.pop()
 
         flat: torch.Tensor | None = None
-        first = self._stack.layers[0]
-        with resting([first]), hooked(first.register_forward_pre_hook(catch, with_kwargs=True)):
-            for batch, state in self._each(run):
-                flat = self.room(state) if flat is None else flat
-                self._put(flat, batch, state)
+        for batch, state in self._each(run):
+            flat = self.room(state) if flat is None else flat
+            self._put(flat, batch, state)
         assert flat is not None
         return flat
 
@@ -269,14 +263,7 @@ class Stack:
 
     def rest(self, model: PreTrainedModel, ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The input of the output embedding [B, T, d], of a batch's hidden states after the last layer."""
-        caught: list[torch.Tensor] = []
-
-        def catch(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            caught.append(inputs[0])
-            raise _Stop
-
-        catching = model.get_output_embeddings().register_forward_pre_hook(catch)
-        with self.aside(len(self.layers), state), hooked(catching), suppress(_Stop):
+        with self.aside(len(self.layers), state), stopping_before(model.get_output_embeddings()) as caught:
             model(input_ids=ids, use_cache=False)
         return caught.pop()
 

@@ -118,7 +118,7 @@ def _adam(job: Job, domain: DomainJob, fitted: list[int]) -> FitResult:
     weights = token_weights(
         expert.load("entropy")["entropy"][mine] if wants_entropy(job) else None,
         torch.from_numpy(prompts.predicts())[mine],
-        "l1" if fit.loss == "l1" else "ewl1",
+        "ewl1" if wants_entropy(job) else "l1",
         1.0 if fit.gamma is None else fit.gamma,
         1.0 if fit.prompt_weight is None else fit.prompt_weight,
     )

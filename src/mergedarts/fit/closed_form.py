@@ -63,10 +63,10 @@ class Statistics:
 
         Products are summed in float32 over at most a few thousand tokens, and these sums in float64.
         """
-        xx = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
-        xd = torch.zeros(x.shape[1], d.shape[1], dtype=torch.float64)
-        dd = torch.zeros(d.shape[1], d.shape[1], dtype=torch.float64) if scored else torch.zeros(0, 0).double()
-        n = x.shape[1]
+        n, own = x.shape[1], d.shape[1] if scored else 0
+        xx = torch.zeros(n, n, dtype=torch.float64)
+        xd = torch.zeros(n, d.shape[1], dtype=torch.float64)
+        dd = torch.zeros(own, own, dtype=torch.float64)
         for p, t, w in zip(x.split(BLOCK), d.split(BLOCK), weights.to(x.device).split(BLOCK), strict=True):
             both = torch.cat([p.float(), t.float()], 1) * w.float().sqrt()[:, None]
             products = product(both[:, :n], both)
