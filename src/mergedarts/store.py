@@ -32,7 +32,7 @@ from .streaming import mapped
 if TYPE_CHECKING:
     from .prompts import PromptSet
 
-VERSION = "3"
+VERSION = "4"
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 

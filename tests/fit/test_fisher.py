@@ -13,7 +13,7 @@ import torch
 from mergedarts.features import Apart, Readout, collect
 from mergedarts.fit import fisher
 from mergedarts.fit.fisher import LEAST_TOKENS, FisherPass, head_metric, load_metric, metric_sequences
-from mergedarts.fit.plan import measured_on
+from mergedarts.fit.plan import fisher_name, measured_on
 from mergedarts.models import decoder_layers
 from mergedarts.prompts import PromptSet, TokenSequence
 from mergedarts.store import FeatureStore
@@ -251,3 +251,8 @@ def test_what_a_family_does_between_decoder_and_head_counts():
     gradients = by_hand(model, prompts, CHOSEN, [0], 0)
     response = [float(g[0][t].square().sum()) for m, g in gradients for t in range(len(m)) if m[t]]
     assert got.response == pytest.approx(sum(response) / len(response), rel=1e-3)
+
+
+def test_metrics_of_other_seeds_and_sequences_have_other_names():
+    names = [fisher_name(seed, chosen, layer) for seed in (0, 1) for chosen in ([1, 2], [1, 3]) for layer in (0, 1)]
+    assert len(set(names)) == 8

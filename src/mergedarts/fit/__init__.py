@@ -95,12 +95,14 @@ def metric_beside(job: Job, domain: DomainJob, fitted: list[int]) -> FisherPass 
 
 def _metrics(job: Job, chosen: list[int]) -> dict[int, str]:
     """By layer, the name in the store of its metric, estimated on some of the sequences."""
-    return {i: fisher_name(chosen, i) for i in layers_of(job, load_config(job.merged).num_hidden_layers)}
+    seed = job.run.fit.seed
+    return {i: fisher_name(seed, chosen, i) for i in layers_of(job, load_config(job.merged).num_hidden_layers)}
 
 
 def _fisher_pass(job: Job, domain: DomainJob, chosen: list[int], layers: list[int]) -> FisherPass:
     store, title = job.store(domain.expert_print, domain.prompts), f"{domain.name}: expert's metric"
-    return FisherPass(domain.prompts, chosen, layers, store, partial(fisher_name, chosen), job.run.fit.seed, title)
+    seed = job.run.fit.seed
+    return FisherPass(domain.prompts, chosen, layers, store, partial(fisher_name, seed, chosen), seed, title)
 
 
 def fit_domain(job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, fitted: list[int]) -> FitResult:

@@ -118,9 +118,9 @@ def measured_on(job: Job, domain: DomainJob, fitted: list[int]) -> list[int]:
     return metric_sequences(domain.prompts, fitted, domain.whole_places)
 
 
-def fisher_name(chosen: list[int], layer: int) -> str:
-    """The name in the store of a layer's metric, estimated on some of the sequences."""
-    return f"fisher-{digest_text(repr(chosen))[:12]}-{layer}"
+def fisher_name(seed: int, chosen: list[int], layer: int) -> str:
+    """The name in the store of a layer's metric, estimated on some of the sequences by draws of a seed."""
+    return f"fisher-{digest_text(repr((seed, chosen)))[:12]}-{layer}"
 
 
 def closed_form(
@@ -266,7 +266,7 @@ def _depth(
             return None
         if layer not in metrics:
             metrics.clear()
-            metrics[layer] = load_metric(data.expert, fisher_name(measured, layer))
+            metrics[layer] = load_metric(data.expert, fisher_name(fit.seed, measured, layer))
         return metrics[layer]
 
     result = sweep(
