@@ -56,13 +56,14 @@ class Meter:
         return {"wall": self.wall, "cpu": self.cpu, "peak_rss_bytes": peak}
 
 
-def settings(samples: int, domains: int, metric: str) -> RunFile:
+def settings(samples: int, domains: int, metric: str, dtype: str) -> RunFile:
     """A run over the testbed."""
     chosen = testbed.DOMAINS[:domains]
     return parse_run(
         {
             "merged": str(testbed.merged_model()),
             "fit": {"metric": metric},
+            "dtype": dtype,
             "domains": {
                 d: {"expert": testbed.expert(d), "prompts": str(testbed.prompts(d, "calib")), "samples": samples}
                 for d in chosen
@@ -126,11 +127,12 @@ def main() -> None:
     parser.add_argument("--domains", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--metric", default="auto", choices=("auto", "states"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--json", action="store_true", help="print every run, not the medians alone")
     parser.add_argument("--only", choices=("bare", "calibrate"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     quiet_libraries()
-    run = settings(given.samples, given.domains, given.metric)
+    run = settings(given.samples, given.domains, given.metric, given.dtype)
     if given.only:
         meter = Meter()
         if given.only == "bare":

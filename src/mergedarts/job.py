@@ -29,6 +29,7 @@ from .models import (
     expert_names,
     fingerprint,
     folder,
+    is_emulated,
     load_config,
     load_model,
     load_tokenizer,
@@ -172,6 +173,8 @@ def prepare(run: RunFile, base: Path) -> Job:
         whole = DomainJob(name, expert, expert_print, prompts, domain.rollout, _unanswered(examples[name]))
         domains.append(whole.share(run.fit.holdout, run.fit.seed))
     dtype = DTYPES[run.dtype]
+    if is_emulated(dtype, device):
+        say(f"this CPU has no instructions for {run.dtype}; 'dtype: float32' is several times faster, in more memory")
     stream = _streams(run, merged, dtype, device)
     return Job(run, merged, merged_print, dtype, device, frozenset(eos), tuple(domains), stream, shared)
 

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+
+from mergedarts import job, parse_run
 
 from .conftest import (
     Ran,
@@ -108,3 +111,17 @@ def test_settings_kept_are_the_settings_given(repaired: tuple[Path, Ran], world:
     kept = repaired[1].json["settings"]
     assert kept["merged"] == given["merged"]
     assert kept["budget"] == given["budget"]
+
+
+@pytest.mark.parametrize(
+    ("native", "dtype", "said"), [(False, "bfloat16", 1), (False, "float32", 0), (True, "bfloat16", 0)]
+)
+def test_a_dtype_that_this_cpu_only_emulates_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool, dtype: str, said: int
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(job, "say", lines.append)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    job.prepare(parse_run(world.run("code", dtype=dtype, device="cpu")), tmp_path)
+    assert [line for line in lines if "dtype: float32" in line] == lines
+    assert len(lines) == said
