@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from . import testbed
 from .config import Domain, parse_run
 from .correction import Correction
@@ -23,7 +25,7 @@ from .generation import answer
 from .heldout import HeldOut
 from .job import Job, prepare, run_expert, run_merged
 from .measures import TokenMeasures, bootstrap, ratio
-from .models import load_tokenizer
+from .models import is_emulated, load_tokenizer, pick_device
 from .progress import say, warn
 from .prompts import read_examples
 from .repair import calibrate
@@ -59,7 +61,7 @@ class DemoResult:
 
 
 def demo(samples: int = 50, examples: int = 20, speak: bool = True) -> DemoResult:
-    """Run the testbed from nothing.
+    """Run the testbed from nothing, in float32 where the CPU only emulates bfloat16.
 
     Args:
         samples: calibration prompts a domain.
@@ -71,8 +73,10 @@ def demo(samples: int = 50, examples: int = 20, speak: bool = True) -> DemoResul
         testbed.base_model()
     with clock.stage("merge"):
         merged = testbed.merged_model()
+    emulated = is_emulated(torch.bfloat16, pick_device("auto"))
     settings = {
         "merged": str(merged),
+        "dtype": "float32" if emulated else "bfloat16",
         "domains": {
             d: {"expert": testbed.expert(d), "prompts": str(testbed.prompts(d, "calib")), "samples": samples}
             for d in testbed.DOMAINS
@@ -103,6 +107,7 @@ def demo(samples: int = 50, examples: int = 20, speak: bool = True) -> DemoResul
     data = {
         "domains": {domain: _rows(parts) for domain, parts in measures.items()},
         "answers": {key: answer.sentence for key, answer in drift.answers.items()},
+        "dtype": settings["dtype"],
         "seconds": clock.seconds,
         "peak_rss_bytes": peak,
     }

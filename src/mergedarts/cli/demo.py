@@ -38,7 +38,7 @@ def demo(
     seconds = result.data["seconds"]
     out.print(
         f"{sum(seconds.values()):.0f} s ({', '.join(f'{k} {v:.0f}' for k, v in seconds.items())}); "
-        f"peak memory {result.data['peak_rss_bytes'] / 2**30:.2f} GiB",
+        f"{result.data['dtype']}; peak memory {result.data['peak_rss_bytes'] / 2**30:.2f} GiB",
         highlight=False, markup=False,
     )  # fmt: skip
     if result.report is not None:
