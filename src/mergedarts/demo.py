@@ -73,10 +73,9 @@ def demo(samples: int = 50, examples: int = 20, speak: bool = True) -> DemoResul
         testbed.base_model()
     with clock.stage("merge"):
         merged = testbed.merged_model()
-    emulated = is_emulated(torch.bfloat16, pick_device("auto"))
     settings = {
         "merged": str(merged),
-        "dtype": "float32" if emulated else "bfloat16",
+        "dtype": "float32" if is_emulated(torch.bfloat16, pick_device("auto")) else "bfloat16",
         "domains": {
             d: {"expert": testbed.expert(d), "prompts": str(testbed.prompts(d, "calib")), "samples": samples}
             for d in testbed.DOMAINS
@@ -107,7 +106,7 @@ def demo(samples: int = 50, examples: int = 20, speak: bool = True) -> DemoResul
     data = {
         "domains": {domain: _rows(parts) for domain, parts in measures.items()},
         "answers": {key: answer.sentence for key, answer in drift.answers.items()},
-        "dtype": settings["dtype"],
+        "dtype": job.run.dtype,
         "seconds": clock.seconds,
         "peak_rss_bytes": peak,
     }
