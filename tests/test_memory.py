@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 
-from mergedarts.features import continuations, final_states
+from mergedarts.features import collect, continuations, final_states
 from mergedarts.memory import OutOfMemoryError, by_halves, free_memory, in_words, is_out_of_memory, wanted_bytes
-from tests.tiny import prompt_set, tiny
+from tests.tiny import LAYERS, prompt_set, tiny
 
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -158,6 +158,7 @@ def test_the_metric_and_layers_are_the_same_with_less_memory(monkeypatch):
 
     def metric(name):
         store = FeatureStore(name, prompts.digest, torch.float32)
+        collect(model, prompts, store, "x", list(range(LAYERS)))
         FisherPass(prompts, [0, 1, 2, 4, 5], [0, 1], store, "fisher-{}".format, 0, "x").run(model)
         return load_metric(store, "fisher-1").matrix
 

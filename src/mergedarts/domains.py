@@ -15,8 +15,8 @@ import torch
 
 from . import distributed
 from .correction import Correction
-from .features import Apart, Readout
-from .fit import expert_extras, fit_domain, layers_needed, metric_beside, needs_final
+from .features import Readout
+from .fit import expert_extras, fit_domain, layers_needed, needs_final
 from .fit.plan import wants_entropy
 from .heldout import HeldOut
 from .job import DomainJob, Job, answered, check_lengths, return_memory, run_expert, run_merged
@@ -76,12 +76,7 @@ def run_experts(job: Job, domain: DomainJob, clock: Clock) -> DomainJob:
             with distributed.together():
                 ready, expert = answered(job, domain)
                 check_lengths(ready)
-            beside = metric_beside(job, ready, split_of(job, ready)[0])
-            apart = None if beside is None else Apart(beside.chosen, beside.resident)
-            with distributed.together():
-                ready, expert = run_expert(job, ready, layers_needed(job), expert, wants_entropy(job), apart)
-            if beside is not None and all(distributed.gather(beside.pending)):
-                beside.keep()
+                ready, expert = run_expert(job, ready, layers_needed(job), expert, wants_entropy(job))
     with clock.stage("expert's metric"):
         expert_extras(job, ready, split_of(job, ready)[0], expert)
     return_memory()

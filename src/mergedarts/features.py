@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -260,20 +259,6 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)
 
 
-@dataclass(frozen=True)
-class Apart:
-    """Sequences of a set that are not run with the others.
-
-    Attributes:
-        chosen: their indices.
-        run: called with the model, and what is to be called before and after each batch: `begin` with the indices of
-            its sequences, `take` with these and their final states [B, T, d].
-    """
-
-    chosen: list[int]
-    run: Callable[[PreTrainedModel, Callable[[list[int]], None], Callable[[list[int], torch.Tensor], None]], None]
-
-
 @torch.inference_mode()
 def entropies(
     readout: Readout, states: torch.Tensor, head: tuple[torch.Tensor, torch.Tensor | None] | None, title: str
@@ -298,15 +283,11 @@ def collect(
     store: FeatureStore,
     title: str,
     layers: list[int],
-    apart: Apart | None = None,
 ) -> None:
     """Run a model once and put what is missing into the store.
 
     Writes `final` (hidden [tokens, d]) and `layer-<i>` (hidden [tokens, d], the residual stream after decoder layer i)
     for each of `layers`.
-
-    Args:
-        apart: sequences that something else runs the model over, which is not a streamed one.
     """
     width = model.get_output_embeddings().weight.shape[1]
     dtype = next(model.parameters()).dtype
@@ -325,7 +306,6 @@ def collect(
 
     def take(batch: list[int], state: torch.Tensor) -> None:
         write(writers["final"], state)
-        current.clear()  # what runs between batches is not of the set
 
     named = decoder_layers(model) if layers else []
     start = _resumed(store, prompts, layers, len(named)) if is_streamed(model) else None
@@ -342,11 +322,7 @@ def collect(
                 lambda layer: writers[f"layer-{layer}"].finish() if layer in wanted else None,
             )  # fmt: skip
         else:
-            there = [] if apart is None else apart.chosen
-            here = sorted(set(range(len(prompts.sequences))) - set(there))
-            final_states(model, prompts.subset(here), take, title, lambda batch: begin([here[i] for i in batch]))
-            if apart is not None:
-                apart.run(model, begin, take)
+            final_states(model, prompts, take, title, begin)
 
 
 def _resumed(

@@ -250,7 +250,6 @@ def run_expert(
     layers: list[int],
     model: PreTrainedModel | None = None,
     entropies: bool = False,
-    apart: features.Apart | None = None,
 ) -> tuple[DomainJob, PreTrainedModel | None]:
     """Make sure the store holds the expert's features; the expert is loaded only where something is missing.
 
@@ -258,7 +257,6 @@ def run_expert(
         layers: decoder layers whose states are wanted.
         model: the expert, where it is loaded already.
         entropies: whether those of its predictions are wanted.
-        apart: sequences that something else runs the expert over, where a pass is made.
 
     Returns:
         The domain, its prompts followed by the expert's continuations where they had no response, and the expert
@@ -273,7 +271,7 @@ def run_expert(
             lacking = [i for i in layers if f"layer-{i}" in missing]
             keep_head(model, store)
             if set(states) & set(missing):
-                features.collect(model, domain.prompts, store, f"{domain.name}: expert", lacking, apart)
+                features.collect(model, domain.prompts, store, f"{domain.name}: expert", lacking)
             if "entropy" in missing:
                 features.keep_entropies(model, store, f"{domain.name}: expert's entropies")
         share_head(store)

@@ -178,7 +178,7 @@ def test_two_at_once_do_the_work_once(world: World, tmp_path: Path) -> None:
         from mergedarts import features
         from mergedarts.fit.fisher import FisherPass
 
-        for owner, name in ((features, "collect"), (FisherPass, "resident")):
+        for owner, name in ((features, "collect"), (FisherPass, "run")):
             real = getattr(owner, name)
 
             def counted(*args: Any, real: Any = real, name: str = name, **more: Any) -> None:
@@ -195,7 +195,7 @@ def test_two_at_once_do_the_work_once(world: World, tmp_path: Path) -> None:
     assert [fork.end()[0] for fork in pair] == [0, 0], [fork.said() for fork in pair]
     assert content(tmp_path / "0" / "out") == content(tmp_path / "1" / "out") == content(tmp_path / "alone" / "out")
     passes = (tmp_path / "passes").read_text().split()
-    assert sorted(passes) == ["collect", "collect", "resident", "resident"]  # one a domain, not two
+    assert sorted(passes) == ["collect", "collect", "run", "run"]  # one a domain, not two
     waits = [(i, line) for i, fork in enumerate(pair) for line in fork.said().splitlines() if "waiting for" in line]
     assert waits
     for i, line in waits:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mergedarts.features import Apart, Readout, collect
+from mergedarts.features import Readout, collect
 from mergedarts.fit import fisher
 from mergedarts.fit.fisher import LEAST_TOKENS, FisherPass, head_metric, load_metric, metric_sequences
 from mergedarts.fit.plan import fisher_name, measured_on
@@ -67,6 +67,7 @@ def by_hand(model, prompts, chosen, layers, seed):
 
 def collected(model, prompts, chosen, layers, seed=0):
     store = FeatureStore("e", prompts.digest, torch.float32)
+    collect(model, prompts, store, "test", list(range(min(layers), LAYERS)))
     FisherPass(prompts, chosen, layers, store, lambda i: f"fisher-{i}", seed, "test").run(model)
     return {i: load_metric(store, f"fisher-{i}") for i in layers}
 
@@ -218,29 +219,6 @@ def test_the_metric_by_name_is_of_all_sequences(asked, count):
     chosen = measured_on(job, domain, list(range(59, -1, -1)))
     assert len(chosen) == count
     assert chosen == sorted(chosen)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon_h1"])
-def test_one_pass_for_metric_and_features_is_as_two(family):
-    """States are kept of every sequence, whichever pass runs it, and of nothing else that runs in between."""
-    model, prompts = tiny(family), prompt_set(LENGTHS)
-    apart, one = (FeatureStore(name, prompts.digest, torch.float32) for name in ("apart", "one"))
-    layers = list(range(LAYERS))
-
-    def made(store):
-        return FisherPass(prompts, CHOSEN, layers, store, lambda i: f"fisher-{i}", 0, "test")
-
-    collect(model, prompts, apart, "test", layers)
-    made(apart).run(model)
-    beside = made(one)
-    collect(model, prompts, one, "test", layers, Apart(beside.chosen, beside.resident))
-    assert not beside.pending
-    for name in ("final", *(f"layer-{i}" for i in layers)):
-        torch.testing.assert_close(one.load(name)["hidden"], apart.load(name)["hidden"], rtol=1e-5, atol=1e-5)
-    for i in layers:
-        got, want = load_metric(one, f"fisher-{i}"), load_metric(apart, f"fisher-{i}")
-        torch.testing.assert_close(got.matrix, want.matrix, rtol=1e-5, atol=1e-9)
-        assert (got.response, got.prompt) == pytest.approx((want.response, want.prompt), rel=1e-5)
 
 
 def test_what_a_family_does_between_decoder_and_head_counts():

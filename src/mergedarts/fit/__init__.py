@@ -38,11 +38,10 @@ if TYPE_CHECKING:
 
 
 def layers_needed(job: Job) -> list[int]:
-    """Decoder layers whose states of the expert a fit reads; a streamed metric starts from those of every layer."""
+    """Decoder layers whose states of the expert a fit reads; a metric goes back through those of every later layer."""
     count = load_config(job.merged).num_hidden_layers
-    if job.stream and wants_fisher(job):
-        return list(range(count))
-    return layers_of(job, count) if wants_depth(job) else []
+    layers = layers_of(job, count) if wants_depth(job) else []
+    return list(range(min(layers), count)) if layers and wants_fisher(job) else layers
 
 
 def check_processes(job: Job) -> None:
@@ -71,38 +70,17 @@ def expert_extras(job: Job, domain: DomainJob, fitted: list[int], expert: PreTra
                 keep_weights(expert, job.weights_store(domain))
     if not wants_fisher(job):
         return
-    store = job.store(domain.expert_print, domain.prompts)
+    store, seed = job.store(domain.expert_print, domain.prompts), job.run.fit.seed
     chosen = measured_on(job, domain, fitted)
-    names = _metrics(job, chosen)
+    layers = layers_of(job, load_config(job.merged).num_hidden_layers)
+    names = {i: fisher_name(seed, chosen, i) for i in layers}
     with store.making(*names.values()) as missing:
         # Summed over all processes: what one of them lacks, all make.
         lacking = sorted(set().union(*gather({i for i, name in names.items() if name in missing})))
         if lacking:
-            _fisher_pass(job, domain, chosen, lacking).run(expert or job.load(domain.expert))
-
-
-def metric_beside(job: Job, domain: DomainJob, fitted: list[int]) -> FisherPass | None:
-    """The Fisher pass, where it can be the pass for features too: the store has neither, and the expert is resident."""
-    if not wants_fisher(job) or job.stream:
-        return None
-    store = job.store(domain.expert_print, domain.prompts)
-    chosen = measured_on(job, domain, fitted)
-    names = _metrics(job, chosen)
-    wanted = ["final", *names.values()]
-    nothing = store.missing(wanted) == wanted
-    return _fisher_pass(job, domain, chosen, list(names)) if all(gather(nothing)) else None
-
-
-def _metrics(job: Job, chosen: list[int]) -> dict[int, str]:
-    """By layer, the name in the store of its metric, estimated on some of the sequences."""
-    seed = job.run.fit.seed
-    return {i: fisher_name(seed, chosen, i) for i in layers_of(job, load_config(job.merged).num_hidden_layers)}
-
-
-def _fisher_pass(job: Job, domain: DomainJob, chosen: list[int], layers: list[int]) -> FisherPass:
-    store, title = job.store(domain.expert_print, domain.prompts), f"{domain.name}: expert's metric"
-    seed = job.run.fit.seed
-    return FisherPass(domain.prompts, chosen, layers, store, partial(fisher_name, seed, chosen), seed, title)
+            name, title = partial(fisher_name, seed, chosen), f"{domain.name}: expert's metric"
+            passing = FisherPass(domain.prompts, chosen, lacking, store, name, seed, title)
+            passing.run(expert or job.load(domain.expert))
 
 
 def fit_domain(job: Job, domain: DomainJob, model: PreTrainedModel, readout: Readout, fitted: list[int]) -> FitResult:

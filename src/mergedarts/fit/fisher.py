@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ..distributed import add_up, every, size, total
-from ..features import Readout, batches, check_finite, hooked, padded, state_of, stopping_before
+from ..distributed import add_up, every, total
+from ..features import Readout
 from ..layerwise import LayerRunner
-from ..memory import by_halves
 from ..models import decoder_layers
 from ..progress import bar
 from ..prompts import PromptSet, TokenSequence
 from ..store import FeatureStore
-from ..streaming import is_streamed
 from .closed_form import product
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Padded tokens in a batch of the backward pass, which keeps every layer's activations.
-BATCH_TOKENS = 256
+#: Padded tokens in a batch of the backward pass, which keeps one layer's activations.
+BATCH_TOKENS = 1024
 #: The metric is estimated on one in so many of the fitted sequences, and on more where they predict fewer tokens.
 ONE_IN, LEAST_TOKENS = 4, 400
 
@@ -78,17 +76,19 @@ def metric_sequences(prompts: PromptSet, fitted: list[int], places: list[int] | 
 
 
 class FisherPass:
-    """One forward and one backward pass through the expert over some sequences.
+    """One backward pass through the expert over some sequences, layer by layer from the states that the store holds.
 
     g_t is the gradient, with respect to the state after a layer at position t, of the summed log-likelihood of one
     token drawn at each position that predicts a response token from the expert's own prediction there. What is drawn
     depends on the seed and the sequence alone (and on how many equal ones stand before it), not on the order of others.
+    Each layer is run again with gradients on the states after the one before it, so that one layer's activations of
+    one batch are in memory, and not those of all layers.
 
     Args:
-        prompts: a domain's sequences, whose states the store has where the expert is streamed.
+        prompts: a domain's sequences.
         chosen: indices of those to run on.
         layers: after which gradients are taken.
-        store: where a file for each layer is kept.
+        store: has the states of all sequences after each layer from the first of these on; gets a file for each.
         name: its name, by layer.
     """
 
@@ -102,8 +102,8 @@ class FisherPass:
         seed: int,
         title: str,
     ) -> None:
-        self.chosen = chosen
-        self._prompts, self._layers, self._store, self._name, self._title = prompts, layers, store, name, title
+        self._prompts, self._chosen, self._layers = prompts, chosen, layers
+        self._store, self._name, self._title = store, name, title
         self._part = prompts.subset(chosen)
         self._predicts = [torch.tensor(s.predicts) for s in self._part.sequences]
         if total(sum(int(p.sum()) for p in self._predicts)) == 0:
@@ -113,104 +113,29 @@ class FisherPass:
         for s in self._part.sequences:
             self._uniform.append(_uniform(s, seed, copies[s]))
             copies[s] += 1
-        self._sums: dict[int, _Sums] = {}
 
     def run(self, model: PreTrainedModel) -> None:
-        """Take the gradients, and keep what the layers' metrics are."""
-        if not is_streamed(model):
-            self.resident(model)
-            if self.pending:
-                self.keep()
-            return
-        for layer in self._streamed(model):
-            self._keep(layer)
-
-    @property
-    def pending(self) -> bool:
-        """Whether `resident` has summed what the store does not hold yet."""
-        return bool(self._sums)
-
-    def keep(self) -> None:
-        """Put into the store what `resident` summed, over all processes."""
-        for layer in self._layers:
-            self._keep(layer)
-
-    def _keep(self, layer: int) -> None:
-        self._store.save(self._name(layer), self._sums.pop(layer).tensors(self._predicts))
-
-    def resident(
-        self,
-        model: PreTrainedModel,
-        begin: Callable[[list[int]], None] = lambda batch: None,
-        take: Callable[[list[int], torch.Tensor], None] = lambda batch, state: None,
-    ) -> None:
-        """All layers' sums in one pass over the batches; one of several processes keeps nothing yet.
-
-        Args:
-            begin, take: called before and after each batch with its sequences' indices, and their final states.
-        """
-        part = self._part
-        self._sums = {i: _Sums(model.get_output_embeddings().weight.shape[1]) for i in self._layers}
-        device = next(model.parameters()).device
-        named = decoder_layers(model)
-        readout = Readout(model)
-        states: dict[int, torch.Tensor] = {}
-        hooks: list[Any] = [
-            model.get_input_embeddings().register_forward_hook(lambda m, i, o: o.detach().requires_grad_()),
-            *(
-                named[i][1].register_forward_hook(lambda m, args, out, i=i: states.__setitem__(i, state_of(out)))
-                for i in self._layers
-            ),
-        ]
-
-        def run(batch: list[int]) -> tuple[torch.Tensor, ...]:
-            begin([self.chosen[i] for i in batch])
-            try:
-                with stopping_before(model.get_output_embeddings()) as caught:
-                    model(input_ids=padded(part, batch, device), use_cache=False)
-                final = caught.pop()
-                gradient = self._final_gradient(readout, batch, final.detach())
-                return final.detach(), *torch.autograd.grad(final, [states[i] for i in self._layers], gradient)
-            finally:  # they hold the graph, and with it every layer's activations
-                states.clear()
-
-        ones = [torch.ones_like(p) for p in self._predicts]
-        with hooked(*hooks), bar(self._title, part.tokens) as advance, torch.enable_grad():
-            for batch, (final, *taken) in by_halves(batches(part, BATCH_TOKENS), run, part.length, self._title):
-                check_finite(final, self._title)
-                take([self.chosen[i] for i in batch], final)
-                mask, real = _rows(batch, self._predicts, final.shape[1]), _rows(batch, ones, final.shape[1])
-                for layer, g in zip(self._layers, taken, strict=True):
-                    self._sums[layer].add(g[real.to(device)], mask[real])
-                advance(int(real.sum()))
-        if size() == 1:  # at once, while whoever waits for the features still waits
-            self.keep()
-
-    def _streamed(self, model: PreTrainedModel) -> Iterator[int]:
-        """The same layer by layer, last to first, each run again on the states that the store holds of the one before.
-
-        Yields each layer whose sums are whole.
-        """
-
-        def states_after(layer: int) -> torch.Tensor:
-            return self._store.rows(f"layer-{layer}", self._prompts, self.chosen)
-
+        """Take the gradients, last layer to first, and keep what each layer's metric is."""
         last, first = len(decoder_layers(model)) - 1, min(self._layers)
-        runner = LayerRunner(model, self._part, start=(last + 1, states_after(last)), tokens=BATCH_TOKENS)
+        runner = LayerRunner(model, self._part, start=(last + 1, self._states(last)), tokens=BATCH_TOKENS)
         readout = Readout(model)
         gradient = runner.pull_rest(lambda batch, final: self._final_gradient(readout, batch, final))
         here = torch.cat([torch.zeros(0, dtype=torch.bool), *self._predicts])
         with bar(self._title, self._part.tokens * (last - first)) as advance:
             for layer in range(last, first - 1, -1):
                 if layer in self._layers:
-                    self._sums[layer] = _Sums(gradient.shape[1])
+                    sums = _Sums(gradient.shape[1])
                     for g, mine in zip(gradient.split(BATCH_TOKENS), here.split(BATCH_TOKENS), strict=True):
-                        self._sums[layer].add(g, mine)
-                    yield layer
+                        sums.add(g, mine)
+                    self._store.save(self._name(layer), sums.tensors(self._predicts))
                 if layer > first:
-                    runner.depth, runner.states = layer, states_after(layer - 1)
+                    runner.depth, runner.states = layer, self._states(layer - 1)
                     for done in runner.pull(gradient):
                         advance(done)
+
+    def _states(self, layer: int) -> torch.Tensor:
+        """[n, d] the expert's states after a layer."""
+        return self._store.rows(f"layer-{layer}", self._prompts, self._chosen)
 
     def _final_gradient(self, readout: Readout, batch: list[int], final: torch.Tensor) -> torch.Tensor:
         """[B, T, d] the score of the drawn tokens at those final states [B, T, d] that predict a response."""
