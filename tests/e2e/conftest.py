@@ -325,3 +325,12 @@ def copy_of(tmp_path: Path) -> Any:
         return Path(shutil.copytree(source, tmp_path / name))
 
     return copy
+
+
+def refused(run: Any, tmp_path: Path, *words: str, text: str | None = None) -> None:
+    """`calibrate` says the words and leaves the folder of the run file, where `--out` is, as it was."""
+    path = tmp_path / "darts.yml"
+    path.write_text(json.dumps(run) if text is None else text)
+    before = listing(tmp_path)
+    is_mistake(ran("calibrate", path, "--out", tmp_path / "out"), *words)
+    assert listing(tmp_path) == before
