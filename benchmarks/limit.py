@@ -61,7 +61,13 @@ class Meter:
 
 
 def peak_rss() -> int:
-    """The most bytes of resident memory, mapped files included, that this process has had."""
+    """The most bytes of resident memory, mapped files included, that this process has had.
+
+    On Linux, `getrusage` would count what the process that started this one had at the time.
+    """
+    if sys.platform == "linux":
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -54,6 +54,17 @@ def test_statistics_of_more_tokens_than_a_block():
     np.testing.assert_allclose(got.dd.numpy(), [[float((w * d[:, 0] ** 2).sum())]], rtol=1e-5)
 
 
+@pytest.mark.parametrize("width", [1, 127, 129, 300, 577])
+def test_statistics_of_widths_about_a_block(width):
+    """Of symmetric sums a half is computed in blocks of columns, and mirrored."""
+    rng = np.random.default_rng(4)
+    x, d = (torch.tensor(rng.normal(size=(20, n))) for n in (width, width + 1))
+    got = Statistics.plain(x, d, torch.full((20,), 2.0))
+    for value, a, b in ((got.xx, x, x), (got.xd, x, d), (got.dd, d, d)):
+        torch.testing.assert_close(value, 2 * a.T @ b, rtol=0, atol=1e-4)
+        assert a is not b or torch.equal(value, value.T)
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("length", [300, 5000])
 def test_statistics_of_bfloat16_states(weights, length):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,26 +24,24 @@ LENGTHS = (9, 6, 12, 6, 7)
 CHOSEN = [0, 1, 2, 4]
 
 
-def by_hand(model, prompts, chosen, layers, seed):
-    """Gradients [T, d] by sequence and layer: a token drawn at each position, a backward pass a sequence."""
+def by_hand(model, prompts, chosen, layers, seed, longest=3.0):
+    """Gradients [T, d] by sequence and layer of the combined logits, each weighed on its own; a backward pass each."""
     part = prompts.subset(chosen)
     answered = any(any(s.predicts) for s in part.sequences)
     marks = [s.predicts if answered else (*[True] * (len(s) - 1), False) for s in part.sequences]
-    drawn = []
+    combined = []
     for i, s in enumerate(part.sequences):
         copy = part.sequences[:i].count(s)
         key = hashlib.sha256(repr(s.ids).encode()).digest()[:8]
-        uniform = np.random.default_rng([seed, copy, *key]).random(len(s))
+        generator = np.random.default_rng([seed, copy, *key])
         probabilities = head_input(model, s.ids)[1].double().softmax(-1)
-        own = []
+        own = torch.zeros_like(probabilities)
         for t in range(len(s)):
             if marks[i][t]:
-                token, left = 0, uniform[t]
-                while token < len(probabilities[t]) - 1 and left >= probabilities[t][token]:
-                    left -= float(probabilities[t][token])
-                    token += 1
-                own.append(token)
-        drawn.append(torch.tensor(own))
+                p, drawn = probabilities[t].tolist(), generator.bytes(4 * math.ceil(len(probabilities[t]) / 32))
+                signed = [math.sqrt(p[v]) * (1 if drawn[v // 8] >> (7 - v % 8) & 1 else -1) for v in range(len(p))]
+                own[t] = torch.tensor([signed[v] - p[v] * math.fsum(signed) for v in range(len(p))])
+        combined.append(own)
     gradients = []
     for i, s in enumerate(part.sequences):
         caught = {}
@@ -59,9 +58,16 @@ def by_hand(model, prompts, chosen, layers, seed):
         for handle in handles:
             handle.remove()
         mask = torch.tensor(marks[i])
-        loss = logits.log_softmax(-1)[mask].gather(-1, drawn[i][:, None]).sum()
+        loss = (combined[i].float() * logits).sum()
         taken = torch.autograd.grad(loss, [caught[j] for j in layers])
-        gradients.append((mask, {j: g[0] for j, g in zip(layers, taken, strict=True)}))
+        gradients.append((mask, {j: g[0].clone() for j, g in zip(layers, taken, strict=True)}))
+    for j in layers:
+        for kind in (True, False):  # response tokens, and the others
+            own = [g[j][t] for m, g in gradients for t in range(len(m)) if m[t] == kind]
+            mean = math.fsum(float(v.square().sum()) for v in own) / max(1, len(own))
+            for v in own:
+                if float(v.norm()) > longest * math.sqrt(mean):
+                    v *= longest * math.sqrt(mean) / v.norm()
     return gradients
 
 
@@ -95,11 +101,13 @@ def test_powers_and_last_matrix_equal_explicit_gradients(family, budget, answere
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1"])
-def test_matrix_counts_all_tokens_and_is_a_response_token(family):
+@pytest.mark.parametrize("longest", [3.0, 0.8])
+def test_matrix_counts_all_tokens_and_is_a_response_token(family, longest, monkeypatch):
     """At an early layer, where prompt tokens have gradients as well: all tokens' g g', a response token."""
+    monkeypatch.setattr(fisher, "LONGEST", longest)
     model, prompts = tiny(family), prompt_set(LENGTHS)
     got = collected(model, prompts, CHOSEN, [0])[0]
-    gradients = by_hand(model, prompts, CHOSEN, [0], 0)
+    gradients = by_hand(model, prompts, CHOSEN, [0], 0, longest)
     want = torch.zeros(D, D, dtype=torch.float64)
     for m, g in gradients:
         for t in range(len(m)):
@@ -119,15 +127,18 @@ def last_layer_logits(model, state):
 
 
 def exact(logits_of, state):
-    """Fisher [d, d] of one state, sum over the vocabulary, and the variance of g_i g_j under one draw."""
+    """Fisher [d, d] of one state, sum over the vocabulary, and the variance of g_i g_j under one draw of signs."""
     jacobian = torch.autograd.functional.jacobian(logits_of, state).double()
     p = logits_of(state).detach().double().softmax(-1)
     g = torch.stack([jacobian[y] - p @ jacobian for y in range(len(p))])
     mean = g.T @ (p[:, None] * g)
-    products = g[:, :, None] * g[:, None, :]
     w = jacobian.T @ (torch.diag(p) - torch.outer(p, p)) @ jacobian
     torch.testing.assert_close(mean, w)  # the two ways to write it
-    return w, (p[:, None, None] * products**2).sum(0) - w**2
+    # For signs e and a' e = g_i: Var(a'e b'e) = (a'a)(b'b) + (a'b)^2 - 2 sum a^2 b^2.
+    a = p.sqrt()[:, None] * g
+    power = a.square().sum(0)
+    fourth = a.square().T @ a.square()
+    return w, torch.outer(power, power) + w**2 - 2 * fourth
 
 
 def within_sampling_error(got, mean, variance, draws):
@@ -139,7 +150,8 @@ def within_sampling_error(got, mean, variance, draws):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_many_draws_converge_to_the_exact_fisher(family, monkeypatch):
-    """One sequence 400 times over: the mean over drawn tokens is within sampling error of J' (diag p - p p') J."""
+    """One sequence 400 times over: the mean over drawn signs is within sampling error of J' (diag p - p p') J."""
+    monkeypatch.setattr(fisher, "LONGEST", 1e9)
     monkeypatch.setattr(fisher, "BATCH_TOKENS", 1 << 14)
     model = tiny(family)
     if family == "llama":

@@ -30,6 +30,8 @@ MAX_CONDITION = 1e7
 CONSTANT = 4e-6
 #: Tokens whose products are summed in float32.
 BLOCK = 2048
+#: Blocks of 128 columns or more in which a symmetric product is made: (SPLIT + 1) / (2 SPLIT) of it is computed.
+SPLIT = 4
 
 
 @dataclass
@@ -68,13 +70,14 @@ class Statistics:
         xd = torch.zeros(n, d.shape[1], dtype=torch.float64)
         dd = torch.zeros(own, own, dtype=torch.float64)
         for p, t, w in zip(x.split(BLOCK), d.split(BLOCK), weights.to(x.device).split(BLOCK), strict=True):
-            both = torch.cat([p.float(), t.float()], 1) * w.float().sqrt()[:, None]
-            products = product(both[:, :n], both)
-            xx += products[:, :n]
-            xd += products[:, n:]
+            root = w.float().sqrt()[:, None]
+            a, b = p.float() * root, t.float() * root
+            alike, cross = products(a, b)
+            xx += alike
+            xd += cross
             if scored:
-                dd += product(both[:, n:], both[:, n:])
-        return cls((xx + xx.T) / 2, xd, (dd + dd.T) / 2, float(weights.double().sum()), 0)
+                dd += products(b)[0]
+        return cls(xx, xd, dd, float(weights.double().sum()), 0)
 
     def with_functions(self, f: torch.Tensor, x: torch.Tensor, d: torch.Tensor, weights: torch.Tensor) -> Statistics:
         """The same tokens, of which `plain` made these, with position functions f [n, k] after their inputs.
@@ -116,9 +119,20 @@ class Statistics:
         )
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[p, q] float64 of the float32 sums a'b of a [n, p] and b [n, q]."""
-    return (a.float().T @ b.float()).cpu().double()
+def products(a: torch.Tensor, b: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 of the float32 sums a'a [p, p] and a'b [p, q] (without b, q = 0) of a [n, p] and b [n, q].
+
+    Of the first, which is symmetric, only what stands above some blocks along the diagonal is computed.
+    """
+    a = a.float()
+    width = a.shape[1]
+    both = a if b is None else torch.cat([a, b.float()], 1)
+    rows = torch.zeros(width, both.shape[1], dtype=torch.float32, device=a.device)
+    for start in range(0, width, size := max(128, -(-width // SPLIT))):
+        rows[start : start + size, start:] = a[:, start : start + size].T @ both[:, start:]
+    whole = rows.cpu().double()
+    upper = whole[:, :width].triu()
+    return upper + upper.triu(1).T, whole[:, width:]
 
 
 @dataclass(frozen=True)

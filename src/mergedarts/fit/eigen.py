@@ -24,14 +24,15 @@ def leading(product: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, 
     """
     width = product[-1].shape[1]
     if all(bool(p.any()) for p in product) and 0 < count < FEW * width:
-        parts = [p.numpy() for p in product]
 
         def gram(v: np.ndarray) -> np.ndarray:
-            for part in reversed(parts):
-                v = part @ v
-            for part in parts:
-                v = part.T @ v
-            return v
+            # By PyTorch, so that NumPy's threads do not spin against its own.
+            w = torch.from_numpy(v)
+            for part in reversed(product):
+                w = part @ w
+            for part in product:
+                w = part.T @ w
+            return w.numpy()
 
         start = np.random.default_rng(0).standard_normal(width)  # fixed, so that the same matrix gives the same bits
         found = eigsh(LinearOperator((width, width), gram, dtype=np.float64), count, v0=start)

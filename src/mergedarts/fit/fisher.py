@@ -23,7 +23,7 @@ from ..models import decoder_layers
 from ..progress import bar
 from ..prompts import PromptSet, TokenSequence
 from ..store import FeatureStore
-from .closed_form import product
+from .closed_form import BLOCK, products
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 1024
 #: The metric is estimated on one in so many of the fitted sequences, and on more where they predict fewer tokens.
 ONE_IN, LEAST_TOKENS = 4, 400
+#: A gradient counts for no more than so many times the root mean square of its kind (response tokens, or the others): a
+#: few tokens, often the first, have gradients that would outweigh those of all the rest.
+LONGEST = 3.0
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,10 @@ def metric_sequences(prompts: PromptSet, fitted: list[int], places: list[int] | 
 class FisherPass:
     """One backward pass through the expert over some sequences, layer by layer from the states that the store holds.
 
-    g_t is the gradient, with respect to the state after a layer at position t, of the summed log-likelihood of one
-    token drawn at each position that predicts a response token from the expert's own prediction there. What is drawn
-    depends on the seed and the sequence alone (and on how many equal ones stand before it), not on the order of others.
+    g_t is the gradient, with respect to the state after a layer at position t, of the sum over the positions that
+    predict a response token of a random combination of logits, whose covariance is that of the score of a token drawn
+    from the expert's own prediction (`_pulled`). The signs in it depend on the seed and the sequence alone (and on how
+    many equal ones stand before it), not on the order of others.
     Each layer is run again with gradients on the states after the one before it, so that one layer's activations of
     one batch are in memory, and not those of all layers.
 
@@ -109,9 +113,9 @@ class FisherPass:
         if total(sum(int(p.sum()) for p in self._predicts)) == 0:
             self._predicts = [torch.tensor([True] * (len(s) - 1) + [False]) for s in self._part.sequences]
         copies: Counter[TokenSequence] = Counter()
-        self._uniform = []
+        self._seeds = []
         for s in self._part.sequences:
-            self._uniform.append(_uniform(s, seed, copies[s]))
+            self._seeds.append([seed, copies[s], *_digest(s)[:8]])
             copies[s] += 1
 
     def run(self, model: PreTrainedModel) -> None:
@@ -124,10 +128,7 @@ class FisherPass:
         with bar(self._title, self._part.tokens * (last - first)) as advance:
             for layer in range(last, first - 1, -1):
                 if layer in self._layers:
-                    sums = _Sums(gradient.shape[1])
-                    for g, mine in zip(gradient.split(BATCH_TOKENS), here.split(BATCH_TOKENS), strict=True):
-                        sums.add(g, mine)
-                    self._store.save(self._name(layer), sums.tensors(self._predicts))
+                    self._store.save(self._name(layer), _sums(gradient, here))
                 if layer > first:
                     runner.depth, runner.states = layer, self._states(layer - 1)
                     for done in runner.pull(gradient):
@@ -138,44 +139,35 @@ class FisherPass:
         return self._store.rows(f"layer-{layer}", self._prompts, self._chosen)
 
     def _final_gradient(self, readout: Readout, batch: list[int], final: torch.Tensor) -> torch.Tensor:
-        """[B, T, d] the score of the drawn tokens at those final states [B, T, d] that predict a response."""
-        mask = _rows(batch, self._predicts, final.shape[1])
-        uniform = _rows(batch, self._uniform, final.shape[1])[mask]
-        mask = mask.to(final.device)
+        """[B, T, d] the gradient at those final states [B, T, d] that predict a response, zero at the others."""
         gradient = torch.zeros_like(final)
-        gradient[mask] = _score(readout, final[mask], uniform)
+        for row, i in enumerate(batch):
+            where = self._predicts[i].nonzero()[:, 0].to(final.device)
+            if len(where):
+                signs = np.random.default_rng(self._seeds[i])
+                gradient[row, where] = _pulled(readout, final[row, where], signs)
         return gradient
 
 
-class _Sums:
-    """A layer's gradients summed: their products, and their power at response and at other tokens."""
+def _sums(gradient: torch.Tensor, here: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A layer's gradients [n, d] as the store keeps them, given which are at positions that predict a response token.
 
-    def __init__(self, width: int) -> None:
-        self._matrix = torch.zeros(width, width, dtype=torch.float64)
-        self._power = torch.zeros(2, dtype=torch.float64)
+    The sums are over all processes. A gradient longer than `LONGEST` allows is shortened to that.
+    """
+    size = gradient.float().norm(dim=-1).cpu().double()
 
-    def add(self, gradient: torch.Tensor, here: torch.Tensor) -> None:
-        """Gradients [n, d], and which are at positions that predict a response token."""
-        # The sum in float64 over batches of what is summed in float32: a few thousand terms of like size.
-        self._matrix += product(gradient, gradient)
-        square = gradient.float().square().sum(-1).cpu().double()
-        self._power += torch.stack([square[here].sum(), square[~here].sum()])
+    def power() -> torch.Tensor:
+        return add_up(torch.stack([size[here].square().sum(), size[~here].square().sum()]))[0]
 
-    def tensors(self, predicts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As the store keeps them, given which positions of each sequence predict a response token."""
-        response = sum(int(p.sum()) for p in predicts)
-        counts = torch.tensor([response, sum(map(len, predicts)) - response], dtype=torch.float64)
-        matrix, power, counts = add_up(self._matrix, self._power, counts)
-        counts = counts.clamp(min=1)
-        return {"matrix": (matrix / counts[0]).float(), "power": power / counts}
-
-
-def _rows(batch: list[int], marks: list[torch.Tensor], length: int) -> torch.Tensor:
-    """[B, length] marks of the sequences of a batch, zero where padded."""
-    out = torch.zeros(len(batch), length, dtype=marks[0].dtype)
-    for row, i in enumerate(batch):
-        out[row, : len(marks[i])] = marks[i]
-    return out
+    counts = add_up(torch.stack([here.sum(), (~here).sum()]).double())[0].clamp(min=1)
+    longest = LONGEST * (power() / counts).sqrt()
+    kept = (torch.where(here, longest[0], longest[1]) / size.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
+    size *= kept
+    matrix = torch.zeros(gradient.shape[1], gradient.shape[1], dtype=torch.float64)
+    # The sum in float64 over batches of what is summed in float32: a few thousand terms of like size.
+    for part, share in zip(gradient.split(BLOCK), kept.split(BLOCK), strict=True):
+        matrix += products(part.float() * share.float().to(part.device)[:, None])[0]
+    return {"matrix": (add_up(matrix)[0] / counts[0]).float(), "power": power() / counts}
 
 
 def load_metric(store: FeatureStore, name: str) -> Metric:
@@ -186,12 +178,12 @@ def load_metric(store: FeatureStore, name: str) -> Metric:
 
 
 def head_metric(readout: Readout, states: torch.Tensor, samples: int = 4, seed: int = 0) -> torch.Tensor:
-    """[d, d] float64 Fisher metric of final states [n, d]: the mean of W' (diag p - p p') W, by drawn tokens."""
-    generator = torch.Generator().manual_seed(seed)
+    """[d, d] float64 Fisher metric of final states [n, d]: the mean of W' (diag p - p p') W, by random signs."""
+    signs = np.random.default_rng(seed)
     total = torch.zeros(states.shape[1], states.shape[1], dtype=torch.float64)
     for _ in range(samples):
-        g = _score(readout, states, torch.rand(len(states), dtype=torch.float64, generator=generator)).float()
-        total += product(g, g)
+        g = _pulled(readout, states, signs).float()
+        total += products(g)[0]
     return total / (samples * max(1, len(states)))
 
 
@@ -199,23 +191,23 @@ def _digest(sequence: TokenSequence) -> bytes:
     return hashlib.sha256(repr(sequence.ids).encode()).digest()
 
 
-def _uniform(sequence: TokenSequence, seed: int, copy: int) -> torch.Tensor:
-    """[T] numbers in [0, 1) that a sequence's own tokens, a seed and the number of a copy determine."""
-    own = _digest(sequence)
-    return torch.from_numpy(np.random.default_rng([seed, copy, *own[:8]]).random(len(sequence)))
+def _pulled(readout: Readout, states: torch.Tensor, signs: np.random.Generator) -> torch.Tensor:
+    """[n, d] gradients at states [n, d] of v'z, z a state's logits and v = s - p (1's) for s = sqrt(p) of random signs.
 
-
-def _score(readout: Readout, states: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Gradient of log p(y | state) at one y for each state [n, d], drawn by uniform numbers [n]; chunk by chunk."""
+    The covariance of v is diag p - p p', that of the score of a drawn token with respect to the logits; but where a
+    drawn token has one direction, often that of the likeliest token alone, this has a share of all of them (the
+    factor is that of Martens, Sutskever & Swersky 2012, section 4).
+    """
     out = torch.empty_like(states)
-    for part, mine, at in zip(*(t.split(readout.chunk) for t in (states, out, uniform)), strict=True):
+    for part, mine in zip(states.split(readout.chunk), out.split(readout.chunk), strict=True):
         with torch.enable_grad():
             h = part.detach().requires_grad_()
             logits = readout.logits(h)
         p = logits.detach().softmax(-1)
-        below = p.cpu().cumsum(-1, dtype=torch.float64)
-        drawn = torch.searchsorted(below, at[:, None] * below[:, -1:], right=True).clamp(max=below.shape[-1] - 1)
-        # The gradient of log p(y) with respect to the logits.
-        pull = p.neg_().scatter_add_(-1, drawn.to(p.device), torch.ones_like(p[:, :1]))
+        size = p.shape[-1]
+        drawn = np.frombuffer(signs.bytes(len(p) * 4 * -(-size // 32)), np.uint8).reshape(len(p), -1)
+        up = torch.from_numpy(np.unpackbits(drawn, axis=1, count=size)).to(p.device)
+        s = p.sqrt() * (2.0 * up - 1.0)
+        pull = s - p * s.sum(-1, keepdim=True)
         mine.copy_(torch.autograd.grad(logits, h, pull)[0])
     return out

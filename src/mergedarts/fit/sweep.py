@@ -183,14 +183,19 @@ class Site:
         return plain.with_functions(f, x, difference, weights).summed().penalised(penalty)
 
     def choose(self, settings: SweepSettings, rank: int) -> tuple[PositionForm, float, dict[str, float]]:
-        """Position form and ridge of least error on held-out folds, and the error of each relative to none."""
+        """Position form and ridge of least error on held-out folds, and the error of each relative to none.
+
+        The ridge is chosen under the first form, and the form by that ridge: each solve counts.
+        """
         errors: dict[str, float] = {}
-        best = (float("inf"), settings.forms[0], settings.ridges[0])
+        ridges = settings.ridges
+        best = (float("inf"), settings.forms[0], ridges[0])
         for form in settings.forms:
             folds = [part for i in range(FOLDS) if (part := self.statistics(form, i)).weight > 0]
             if len(folds) < 2:
                 return settings.forms[0], settings.ridges[-1], {}
-            ridge, scores = choose_ridge(folds, settings.ridges, rank, self._metric, settings.inside)
+            ridge, scores = choose_ridge(folds, ridges, rank, self._metric, settings.inside)
+            ridges = (ridge,)
             errors |= {f"{form.label}, ridge {r:g}": round(e, 5) for r, e in scores.items()}
             if scores[ridge] < best[0]:
                 best = (scores[ridge], form, ridge)
