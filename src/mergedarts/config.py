@@ -123,7 +123,7 @@ class FitSettings(Settings):
     metric: Literal["auto", "fisher", "states"] = Field(
         "auto",
         description="closed form: errors count by what they do to the expert's predictions (auto in depth, from a "
-        "quarter of the sequences; fisher, from all), or all alike (states)",
+        "quarter of the sequences or less; fisher, from all), or all alike (states)",
     )
     ridge: float | None = Field(None, ge=0, description="strength of the ridge; chosen by held-out folds if not given")
     top_k: int = Field(256, ge=1, description="expert's likeliest tokens kept for `objective: kl`")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mergedarts.features import Readout, collect
-from mergedarts.fit import fisher
+from mergedarts.fit import fisher, plan
 from mergedarts.fit.fisher import LEAST_TOKENS, FisherPass, head_metric, load_metric, metric_sequences
 from mergedarts.fit.plan import fisher_name, measured_on
 from mergedarts.models import decoder_layers
@@ -214,20 +214,36 @@ def test_the_metric_is_of_a_quarter_of_the_sequences_whatever_their_order():
     silent = [replace(s, predicts=(False,) * len(s)) if i < 30 else s for i, s in enumerate(prompts.sequences)]
     each = [sum(s.predicts) for s in silent]
     fitted = list(range(0, 60, 2))
-    chosen = metric_sequences(PromptSet(tuple(silent)), fitted)
+    chosen = metric_sequences(PromptSet(tuple(silent)), fitted, 4096)
     assert chosen == sorted(set(chosen) & set(fitted))
     assert min(chosen) >= 30
     assert sum(each[i] for i in chosen) - max(each) < LEAST_TOKENS <= sum(each[i] for i in chosen)
     turned = PromptSet(tuple(silent[::-1]))
-    assert {59 - i for i in metric_sequences(turned, [59 - i for i in fitted])} == set(chosen)
-    assert len(metric_sequences(prompts, list(range(60)))) == 15
-    assert metric_sequences(prompts, [3, 1]) == [1, 3]
+    assert {59 - i for i in metric_sequences(turned, [59 - i for i in fitted], 4096)} == set(chosen)
+    assert len(metric_sequences(prompts, list(range(60)), 4096)) == 15
+    assert metric_sequences(prompts, [3, 1], 4096) == [1, 3]
+
+
+def test_the_metric_of_narrow_states_is_of_less():
+    """0.7 tokens a dimension, 400 at least; where no sequence predicts a response, all its tokens count."""
+    prompts = prompt_set([50 + i % 9 for i in range(400)], response=40)
+    everything = list(range(400))
+    for width, tokens in ((64, 400), (576, 404), (1000, 700)):
+        chosen = metric_sequences(prompts, everything, width)
+        assert 40 * len(chosen) - 40 < tokens <= 40 * len(chosen)
+        more = metric_sequences(prompts, everything, width + 200)
+        assert set(chosen) <= set(more)
+    silent = PromptSet(tuple(replace(s, predicts=(False,) * len(s)) for s in prompts.sequences))
+    chosen = metric_sequences(silent, everything, 576)
+    lengths = [len(silent.sequences[i]) - 1 for i in chosen]
+    assert sum(lengths) - max(lengths) < 404 <= sum(lengths)
 
 
 @pytest.mark.parametrize(("asked", "count"), [("auto", 15), ("fisher", 60)])
-def test_the_metric_by_name_is_of_all_sequences(asked, count):
+def test_the_metric_by_name_is_of_all_sequences(asked, count, monkeypatch):
+    monkeypatch.setattr(plan, "load_config", lambda ref: SimpleNamespace(hidden_size=4096))
     domain = SimpleNamespace(prompts=prompt_set([110 + i % 9 for i in range(60)], response=100), whole_places=None)
-    job = SimpleNamespace(run=SimpleNamespace(fit=SimpleNamespace(metric=asked)))
+    job = SimpleNamespace(merged=None, run=SimpleNamespace(fit=SimpleNamespace(metric=asked)))
     chosen = measured_on(job, domain, list(range(59, -1, -1)))
     assert len(chosen) == count
     assert chosen == sorted(chosen)

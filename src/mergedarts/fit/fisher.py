@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 #: Padded tokens in a batch of the backward pass, which keeps one layer's activations.
 BATCH_TOKENS = 1024
-#: The metric is estimated on one in so many of the fitted sequences, and on more where they predict fewer tokens.
-ONE_IN, LEAST_TOKENS = 4, 400
+#: The metric is estimated on one in so many of the fitted sequences, on fewer where they predict so many tokens a
+#: dimension of the state, and on more where they predict fewer tokens than the least.
+ONE_IN, TOKENS_A_DIMENSION, LEAST_TOKENS = 4, 0.7, 400
 #: A gradient counts for no more than so many times the root mean square of its kind (response tokens, or the others): a
 #: few tokens, often the first, have gradients that would outweigh those of all the rest.
 LONGEST = 3.0
@@ -52,11 +53,12 @@ class Metric:
     prompt: float
 
 
-def metric_sequences(prompts: PromptSet, fitted: list[int], places: list[int] | None = None) -> list[int]:
-    """The fitted sequences that a metric is estimated on: a quarter, or as many as predict 400 tokens, in any order.
+def metric_sequences(prompts: PromptSet, fitted: list[int], width: int, places: list[int] | None = None) -> list[int]:
+    """The fitted sequences that a metric of states of some width is estimated on, in any order.
 
-    What all of them would add is in docs/fit.md. Sequences that predict a response come first. Of several processes,
-    each is told which of its own are among them.
+    A quarter, or fewer if they predict 0.7 tokens a dimension, or as many more as it takes for 400 tokens. What more
+    would add is in docs/fit.md. Sequences that predict a response come first; where none does, all tokens count. Of
+    several processes, each is told which of its own are among them.
 
     Args:
         places: of each sequence, its place in the set of which these are a process's share.
@@ -67,14 +69,16 @@ def metric_sequences(prompts: PromptSet, fitted: list[int], places: list[int] | 
         return not any(sequence.predicts), _digest(sequence)
 
     mine = {(*order(i), i if places is None else places[i]): i for i in fitted}
-    whole = sorted(every([(key, sum(prompts.sequences[i].predicts)) for key, i in mine.items()]))
+    rows = [(key, sum(prompts.sequences[i].predicts), len(prompts.sequences[i]) - 1) for key, i in mine.items()]
+    whole = sorted(every(rows))
+    answered = any(predicted for _, predicted, _ in whole)
     chosen: list[int] = []
     tokens = 0
-    for count, (key, predicted) in enumerate(whole):
-        if ONE_IN * count >= len(whole) and tokens >= LEAST_TOKENS:
+    for count, (key, predicted, length) in enumerate(whole):
+        if tokens >= LEAST_TOKENS and (ONE_IN * count >= len(whole) or tokens >= TOKENS_A_DIMENSION * width):
             break
         chosen += [mine[key]] if key in mine else []
-        tokens += predicted
+        tokens += predicted if answered else length
     return sorted(chosen)
 
 

@@ -18,7 +18,7 @@ from ..files import digest_text
 from ..heads import load_head
 from ..heldout import HeldOut
 from ..job import DomainJob, Job
-from ..models import outline, parameter_count
+from ..models import load_config, outline, parameter_count
 from ..store import FeatureStore
 from .budget import even_ranks, site_cost
 from .final import OPEN_FORMS as FINAL_FORMS
@@ -115,12 +115,12 @@ def measured_on(job: Job, domain: DomainJob, fitted: list[int]) -> list[int]:
     """The fitted sequences that the Fisher metric is estimated on: all of them where it is asked for by name."""
     if job.run.fit.metric == "fisher":
         return sorted(fitted)
-    return metric_sequences(domain.prompts, fitted, domain.whole_places)
+    return metric_sequences(domain.prompts, fitted, int(load_config(job.merged).hidden_size), domain.whole_places)
 
 
 def fisher_name(seed: int, chosen: list[int], layer: int) -> str:
-    """The name in the store of a layer's metric, estimated on some of the sequences by draws of a seed."""
-    return f"fisher-{digest_text(repr((seed, chosen)))[:12]}-{layer}"
+    """The name in the store of a layer's metric, estimated on some of the sequences by signs of a seed."""
+    return f"fisher-signs-{digest_text(repr((seed, chosen)))[:12]}-{layer}"
 
 
 def closed_form(
