@@ -284,7 +284,7 @@ def _root(metric: torch.Tensor | None, width: int) -> torch.Tensor:
     return lower.T
 
 
-def regularised(metric: torch.Tensor, share: float = 0.02) -> torch.Tensor:
+def regularised(metric: torch.Tensor, share: float = 0.05) -> torch.Tensor:
     """A metric estimated from few tokens, with `share` of its mean eigenvalue added to each."""
     mean = metric.diagonal().mean()
     if mean <= 0:

@@ -6,10 +6,12 @@ Knows when a few of many are found by Lanczos and when a dense solve is as good;
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
+from threadpoolctl import ThreadpoolController
 
 #: Below this share of the width, the leading directions are found without a dense decomposition.
 FEW = 1 / 8
@@ -26,7 +28,6 @@ def leading(product: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, 
     if all(bool(p.any()) for p in product) and 0 < count < FEW * width:
 
         def gram(v: np.ndarray) -> np.ndarray:
-            # By PyTorch, so that NumPy's threads do not spin against its own.
             w = torch.from_numpy(v)
             for part in reversed(product):
                 w = part @ w
@@ -35,7 +36,8 @@ def leading(product: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, 
             return w.numpy()
 
         start = np.random.default_rng(0).standard_normal(width)  # fixed, so that the same matrix gives the same bits
-        found = eigsh(LinearOperator((width, width), gram, dtype=np.float64), count, v0=start)
+        with _openblas().limit(limits=1):
+            found = eigsh(LinearOperator((width, width), gram, dtype=np.float64), count, v0=start)
         values, vectors = (torch.from_numpy(a.copy()) for a in found)
     else:
         whole = product[0]
@@ -44,3 +46,9 @@ def leading(product: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, 
         values, vectors = torch.linalg.eigh(whole.T @ whole)
     order = values.argsort(descending=True)[:count]
     return values[order].clamp(min=0), vectors[:, order]
+
+
+@cache
+def _openblas() -> ThreadpoolController:
+    """SciPy's threads, which wait for the next call spinning, and so would take the cores from PyTorch's."""
+    return ThreadpoolController().select(internal_api="openblas")

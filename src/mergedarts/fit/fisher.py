@@ -35,7 +35,7 @@ BATCH_TOKENS = 1024
 ONE_IN, TOKENS_A_DIMENSION, LEAST_TOKENS = 4, 0.7, 400
 #: A gradient counts for no more than so many times the root mean square of its kind (response tokens, or the others): a
 #: few tokens, often the first, have gradients that would outweigh those of all the rest.
-LONGEST = 3.0
+LONGEST = 2.0
 
 
 @dataclass(frozen=True)
