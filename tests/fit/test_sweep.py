@@ -57,7 +57,7 @@ def by_hand(model, prompts, targets, weights, metrics, settings):
         metric = np.eye(D)
         if metrics(layer) is not None:
             metric = metrics(layer).matrix.numpy()
-            metric = metric + 0.02 * np.trace(metric) / D * np.eye(D)
+            metric = metric + 0.05 * np.trace(metric) / D * np.eye(D)
         dense = slow.truncated(h[kept], f, d[kept], w[kept], metric, ridge, rank, settings.inside)
         maps[layer] = dense
         # As a site: h' = h - up down h - bias(p), of full width where it is not of low rank by construction.
@@ -207,6 +207,36 @@ def test_a_site_that_was_chosen_at_fits_as_one_that_was_not(dtype):
     for name, value in fits[0].state_dict().items():
         torch.testing.assert_close(value, fits[1].state_dict()[name], rtol=1e-4, atol=1e-5)
     assert len(fits[0].state_dict()) > 2
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_the_ridge_is_chosen_under_the_first_form_and_the_form_at_that_ridge(inside):
+    """Held-out errors against refits without each fold, written out; a drift that grows with position picks the form."""
+    g = torch.Generator().manual_seed(2)
+    states = torch.randn(48, 5, generator=g)
+    positions, sequence = torch.arange(48) % 8, torch.arange(48) // 8
+    drift = torch.log1p(positions)[:, None] * torch.randn(5, generator=g)
+    target = states + 0.3 * states @ torch.randn(5, 5, generator=g) + drift + torch.randn(48, 5, generator=g)
+    forms, ridges = (PositionForm(form="constant"), PositionForm(form="smooth", size=2)), (0.01, 0.3, 3.0)
+    site = Site(states, target, torch.ones(48), positions, sequence, None)
+    form, ridge, errors = site.choose(SweepSettings({}, forms, inside, ridges), 2)
+
+    def held_out(form, ridge):
+        x, d, w = states.double().numpy(), (target - states).double().numpy(), np.ones(48)
+        f = functions(form.form, form.size, positions.tolist())
+        left = 0.0
+        for fold in range(3):
+            rest, held = (sequence % 3 != fold).numpy(), (sequence % 3 == fold).numpy()
+            dense = slow.truncated(x[rest], f[rest], d[rest], w[rest], np.eye(5), ridge, 2, inside)
+            left += np.square(d[held] - np.concatenate([x, f], 1)[held] @ dense).sum()
+        return left / np.square(d).sum()
+
+    first = {r: held_out(forms[0], r) for r in ridges}
+    assert ridge == min(first, key=first.get) != ridges[0]
+    want = {f"constant, ridge {r:g}": e for r, e in first.items()}
+    want[f"{forms[1].label}, ridge {ridge:g}"] = held_out(forms[1], ridge)
+    assert errors == pytest.approx(want, abs=2e-5)
+    assert form == forms[1]
 
 
 def test_no_sites_no_correction():
