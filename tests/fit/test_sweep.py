@@ -211,7 +211,7 @@ def test_a_site_that_was_chosen_at_fits_as_one_that_was_not(dtype):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_the_ridge_is_chosen_under_the_first_form_and_the_form_at_that_ridge(inside):
-    """Held-out errors against refits without each fold, written out; a drift that grows with position picks the form."""
+    """Held-out errors against refits without each fold; a drift that grows with position picks the form."""
     g = torch.Generator().manual_seed(2)
     states = torch.randn(48, 5, generator=g)
     positions, sequence = torch.arange(48) % 8, torch.arange(48) // 8
